@@ -1,0 +1,550 @@
+"""Soft Actor-Critic (Haarnoja et al. 2018, arXiv:1812.05905) at full speed, in one file.
+
+The algorithm and its defaults are CleanRL's, as in the plain twin, sac_continuous_action.py. What makes this file fast:
+
+1. A network is a function of one flat parameter vector (`unflatten`): its gradient is one vector too, and Adam
+   (`Adam.step`) and the target update (`SAC.learn`) are a few operations, however many layers there are.
+2. The twin critics are one batched matmul per layer (`SAC.q_values`), and the actor's loss computes no gradient of the
+   critics' weights (`SAC.update_actor`).
+3. The replay buffer is on the device; an environment step costs one copy in and one copy out (`SAC.observe`).
+4. `--compile` makes one graph each of `update_critics` and `update_actor`: forward, backward and Adam.
+5. `--cudagraphs` replays `store_and_act` and `learn` as CUDA graphs, one launch each per environment step.
+6. The environment steps while the device updates (`train`): the host waits for actions, never for updates.
+
+    python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile --cudagraphs
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from tensordict.nn import CudaGraphModule
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+LOG_INTERVAL = 100  # vector steps between two logs of the losses
+GRAPH_WARMUP = 3  # the call that captures a CUDA graph; compilation is over by then
+HIDDEN = 256
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+
+
+@dataclass
+class Args:
+    exp_name: str = SCRIPT
+    """name of the experiment, part of the run's folder name"""
+    seed: int = 1
+    """seed of the environments, the action space, numpy and torch"""
+    torch_deterministic: bool = True
+    """ask cuDNN for deterministic kernels"""
+    cuda: bool = True
+    """use a CUDA device if there is one"""
+    track: bool = False
+    """also log to Weights & Biases"""
+    wandb_project_name: str = "leanrl"
+    """wandb project"""
+    wandb_entity: str | None = None
+    """wandb team"""
+    capture_video: bool = False
+    """record mp4 videos of the first environment into the run's folder"""
+    run_dir: str = "runs"
+    """folder that receives one folder per run"""
+    checkpoint_interval: int = 0
+    """environment steps between two checkpoints (0: only the one that ends every run)"""
+    resume: str | None = None
+    """checkpoint.pt of a run to continue, up to --total-timesteps"""
+    evaluate: str | None = None
+    """checkpoint.pt of a run whose deterministic policy to evaluate, instead of training"""
+    eval_episodes: int = 10
+    """episodes of an evaluation"""
+    measure_burnin: int = 100
+    """environment steps between the end of warm-up and the start of the speed measurement"""
+    compile: bool = False
+    """compile the updates with torch.compile"""
+    cudagraphs: bool = False
+    """replay acting and learning as CUDA graphs"""
+    env_id: str = "HalfCheetah-v5"
+    """gymnasium environment"""
+    total_timesteps: int = 1_000_000
+    """environment steps (transitions) of the whole run"""
+    num_envs: int = 1
+    """environments that step together, one transition each"""
+    updates_per_step: int = 1
+    """updates after each step of all environments"""
+    buffer_size: int = 1_000_000
+    """transitions in the replay buffer"""
+    gamma: float = 0.99
+    """discount factor"""
+    tau: float = 0.005
+    """how far a target network update moves towards the critics"""
+    batch_size: int = 256
+    """transitions in an update"""
+    learning_starts: int = 5_000
+    """environment steps with uniformly random actions, before the first update"""
+    policy_lr: float = 3e-4
+    """learning rate of the actor"""
+    q_lr: float = 1e-3
+    """learning rate of the critics and of the entropy coefficient"""
+    policy_frequency: int = 2
+    """updates from one actor turn to the next; a turn makes up for the delay with as many actor updates"""
+    target_network_frequency: int = 1
+    """updates from one target network update to the next"""
+    alpha: float = 0.2
+    """entropy coefficient with --no-autotune"""
+    autotune: bool = True
+    """tune the entropy coefficient, towards an entropy of minus the number of action dimensions"""
+
+
+def check_args(args):
+    """Refuse values with which no run can work."""
+    limits = dict.fromkeys(("learning_starts", "checkpoint_interval", "measure_burnin", "alpha"), (0, 1e12))
+    limits |= dict.fromkeys(("total_timesteps", "num_envs", "batch_size", "policy_frequency"), (1, 1e12))
+    limits |= dict.fromkeys(("target_network_frequency", "updates_per_step", "eval_episodes"), (1, 1e12))
+    limits |= dict.fromkeys(("gamma", "tau"), (0, 1)) | dict.fromkeys(("policy_lr", "q_lr"), (1e-12, 1))
+    limits |= {"seed": (0, 2**32 - 1), "buffer_size": (args.num_envs, 1e12)}
+    for name, (low, high) in limits.items():
+        if not low <= getattr(args, name) <= high:
+            refuse(name, getattr(args, name), f"give a number from {low} to {high:g}")
+
+
+def refuse(name, value, remedy):
+    """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def make_envs(args, num_envs, video_dir=None):
+    """Make `num_envs` copies of the environment that step together; `video_dir` receives mp4s of the first one."""
+
+    def make_env(video):
+        env = gym.make(args.env_id, render_mode="rgb_array" if video else None)
+        return gym.wrappers.RecordVideo(env, str(video_dir), disable_logger=True) if video else env
+
+    try:
+        thunks = [partial(make_env, video_dir is not None and i == 0) for i in range(num_envs)]
+        envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)  # true last obs in infos["final_obs"]
+    except (gym.error.Error, ImportError) as error:
+        name = "capture_video" if video_dir is not None and args.env_id in gym.registry else "env_id"
+        refuse(name, getattr(args, name), f"correct the name or install what is missing: {error}".splitlines()[0])
+    spaces = (envs.single_observation_space, envs.single_action_space)
+    vectors = all(isinstance(space, gym.spaces.Box) and len(space.shape) == 1 for space in spaces)
+    if not vectors or not envs.single_action_space.is_bounded():
+        refuse("env_id", args.env_id, "choose an environment whose observations and bounded actions are vectors")
+    return RecordEpisodeStatistics(envs, buffer_length=20)
+
+
+def final_observations(next_obs, infos):
+    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
+    if "_final_obs" in infos:
+        ended = infos["_final_obs"]
+        next_obs = next_obs.copy()
+        next_obs[ended] = np.stack(infos["final_obs"][ended])
+    return next_obs
+
+
+def load_checkpoint(name, args):
+    """Read what `Run.save` wrote, onto the CPU, from the path in argument `name`; refuse what this run cannot use."""
+    path, wanted = getattr(args, name), {"script": SCRIPT, "env_id": args.env_id}
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        found = {key: checkpoint[key] for key in wanted}
+    except Exception as error:
+        refuse(name, path, f"give the intact checkpoint.pt of a run ({type(error).__name__} on reading this)")
+    if found != wanted:
+        refuse(name, path, f"it is from {found['script']}.py and {found['env_id']}; use it with these")
+    return checkpoint
+
+
+class Run:
+    """A run from outside: its folder (config, events, checkpoint, summary), progress bar, clock, and Ctrl-C."""
+
+    def __init__(self, args, folder, device, envs, first_step):
+        self.args, self.folder, self.device, self.envs, self.first_step = args, folder, device, envs, first_step
+        self.stop, self.warm_step, self.steady = False, None, None
+        self.start = time.perf_counter()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"name a folder that can be written ({error.strerror})")
+        packages = [p for p in ("torch", "tensordict", "gymnasium", "mujoco", "numpy") if p in sys.modules]
+        self.versions = {"python": sys.version.split()[0]} | {p: sys.modules[p].__version__ for p in packages}
+        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        git = subprocess.run(
+            "git rev-parse HEAD", shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
+        )
+        machine = {"device": self.device_name, "cores": os.cpu_count(), "git_commit": git.stdout.strip() or None}
+        (folder / "config.json").write_text(json.dumps(vars(args) | {"versions": self.versions} | machine, indent=2))
+        if args.track:
+            import wandb
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, config=vars(args), dir=folder, sync_tensorboard=True)
+        self.writer = SummaryWriter(folder)
+        self.bar = tqdm(total=args.total_timesteps, initial=first_step, unit="step", dynamic_ncols=True)
+        self.previous_handler = signal.signal(signal.SIGINT, self.on_interrupt)
+
+    def on_interrupt(self, signum, frame):
+        self.stop = True  # once the step in flight is done; a second Ctrl-C interrupts at once
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def advance(self, step, infos, stage):
+        """Count one vector step: move the bar, log the episodes that ended, and time the stage "training"."""
+        self.bar.update(step - self.bar.n)
+        if self.bar.desc != f"{stage}: ":
+            self.bar.set_description(stage)
+        if "_episode" in infos:
+            for i in np.flatnonzero(infos["_episode"]):
+                self.writer.add_scalar("charts/episodic_return", infos["episode"]["r"][i], step)
+                self.writer.add_scalar("charts/episodic_length", infos["episode"]["l"][i], step)
+            self.bar.set_postfix({"return": f"{np.mean(self.envs.return_queue):.1f}"}, refresh=False)
+        if stage == "training" and self.steady is None:
+            self.warm_step = self.warm_step or step
+            if step >= self.warm_step + self.args.measure_burnin:
+                self.steady = (step, time.perf_counter())
+
+    def log(self, losses, step):
+        """Write one row of losses, and the average speed so far."""
+        for name, value in losses.items():
+            self.writer.add_scalar(f"losses/{name}", value, step)
+        self.writer.add_scalar("charts/SPS", (step - self.first_step) / (time.perf_counter() - self.start), step)
+
+    def save(self, learner, step):
+        """Write checkpoint.pt, which is at every moment either the old one or the new one, whole."""
+        checkpoint = {"script": SCRIPT, "env_id": self.args.env_id, "global_step": step}
+        checkpoint |= {"episodes": int(self.envs.episode_count), "returns": [float(r) for r in self.envs.return_queue]}
+        temporary = self.folder / "checkpoint.pt.tmp"
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint | {"learner": learner.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.folder / "checkpoint.pt")
+
+    def finish(self, learner, step):
+        """End the run, however it came to its end, with a checkpoint and a summary."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        end = time.perf_counter()
+        self.save(learner, step)
+        steady_step, steady_time = self.steady or (step, end)
+        summary = {"script": SCRIPT, "env_id": self.args.env_id, "seed": self.args.seed, "num_envs": self.args.num_envs}
+        summary |= {"device": self.device_name, "compile": learner.compile, "cudagraphs": learner.cudagraphs}
+        summary |= {"global_step": step, "episodes": int(self.envs.episode_count)}
+        summary |= {"episodic_return": float(np.mean(self.envs.return_queue)) if self.envs.return_queue else None}
+        summary |= {"steady_sps": (step - steady_step) / (end - steady_time) if step > steady_step else None}
+        summary |= {"warmup_seconds": steady_time - self.start if self.steady else None}
+        summary |= {"wall_seconds": end - self.start, "versions": self.versions}
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+        for closing in (self.envs, self.writer, self.bar):
+            closing.close()
+        signal.signal(signal.SIGINT, self.previous_handler)
+
+
+def layer_shapes(inputs, outputs, *ensemble):
+    """Shapes of w1, b1, w2, b2, w3, b3 of a perceptron with two hidden layers, or of an ensemble of them."""
+    layers = ((inputs, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, outputs))
+    return [(*ensemble, *shape) for fan_in, fan_out in layers for shape in ((fan_in, fan_out), (1, fan_out))]
+
+
+def init_parameters(shapes, device):
+    """One flat vector of weights and biases, drawn as torch.nn.Linear does: U(-1/sqrt(fan_in), 1/sqrt(fan_in))."""
+    bounds = [shapes[i - i % 2][-2] ** -0.5 for i in range(len(shapes))]
+    draws = [torch.rand(math.prod(shape), device=device) for shape in shapes]
+    return torch.cat([(2 * draw - 1) * bound for draw, bound in zip(draws, bounds, strict=True)])
+
+
+def unflatten(flat, shapes):
+    """Views of a flat parameter vector, one of each shape."""
+    return [x.view(shape) for x, shape in zip(flat.split([math.prod(s) for s in shapes]), shapes, strict=True)]
+
+
+def hidden_layers(x, w1, b1, w2, b2):
+    """Two layers of ReLUs: (..., batch, inputs) to (..., batch, HIDDEN)."""
+    x = (x @ w1).add_(b1).relu_()
+    return (x @ w2).add_(b2).relu_()
+
+
+class Adam:
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) for one flat vector, with all its state on the device."""
+
+    def __init__(self, parameters, lr, beta1=0.9, beta2=0.999, eps=1e-8):
+        self.lr, self.beta1, self.beta2, self.eps = lr, beta1, beta2, eps
+        self.m, self.v = torch.zeros_like(parameters), torch.zeros_like(parameters)
+        self.betas = torch.tensor((beta1, beta2), dtype=torch.float64, device=parameters.device)
+        self.decay = torch.ones_like(self.betas)  # beta1**t and beta2**t after t steps
+
+    def step(self, parameters, gradient):
+        """Move `parameters`, in place, one step against `gradient`; both are flat and of one size."""
+        self.decay *= self.betas
+        self.m.lerp_(gradient, 1 - self.beta1)
+        self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        # lr * m_hat / (sqrt(v_hat) + eps), with lr and both bias corrections folded into the denominator
+        correction1, correction2 = (1 - self.decay).unbind()
+        scale = correction1 / self.lr
+        denominator = self.v.sqrt().mul_(scale / correction2.sqrt()).add_(self.eps * scale)
+        parameters.addcdiv_(self.m, denominator, value=-1)
+
+
+class SAC:
+    """The learner. All that changes is a tensor updated in place, because a CUDA graph replays kernels, not Python."""
+
+    def __init__(self, args, envs, device):
+        self.args, self.device, self.num_envs = args, device, envs.num_envs
+        space, cuda = envs.single_action_space, device.type == "cuda"
+        self.compile, self.cudagraphs = args.compile, args.cudagraphs and cuda
+        self.obs_dim, self.act_dim = envs.single_observation_space.shape[0], space.shape[0]
+        self.action_scale = torch.tensor((space.high - space.low) / 2, dtype=torch.float32, device=device)
+        self.action_bias = torch.tensor((space.high + space.low) / 2, dtype=torch.float32, device=device)
+        self.actor_shapes = layer_shapes(self.obs_dim, 2 * self.act_dim)
+        self.critic_shapes = layer_shapes(self.obs_dim + self.act_dim, 1, 2)
+        self.actor = init_parameters(self.actor_shapes, device)
+        self.critics = init_parameters(self.critic_shapes, device)
+        self.target_critics = self.critics.clone()
+        self.log_alpha = torch.tensor([1.0 if args.autotune else args.alpha], device=device).log()
+        self.actor_adam = Adam(self.actor, args.policy_lr)
+        self.critic_adam = Adam(self.critics, args.q_lr)
+        self.alpha_adam = Adam(self.log_alpha, args.q_lr)
+        self.critic_losses, self.actor_losses = torch.zeros(3, device=device), torch.zeros(3, device=device)
+        self.noise = partial(torch.randn, args.batch_size, self.act_dim, device=device)
+        self.updates, every = 0, math.lcm(args.policy_frequency, args.target_network_frequency)
+        self.warmup_updates = GRAPH_WARMUP * every  # by then each kind of update has been compiled and captured
+        self.columns = (self.obs_dim, self.obs_dim, self.act_dim, 1, 1)  # obs, next_obs, action, reward, terminated
+        self.buffer = torch.empty(args.buffer_size, sum(self.columns), device=device)
+        self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions ever: the ring's cursor and size
+        self.env_index = torch.arange(self.num_envs, device=device)
+        self.host_inbox = torch.zeros(self.num_envs, sum(self.columns) + self.obs_dim, pin_memory=cuda)
+        self.host_actions = torch.zeros(self.num_envs, self.act_dim, pin_memory=cuda)
+        self.inbox, self.actions = self.host_inbox.to(device, copy=True), self.host_actions.to(device, copy=True)
+        self.actions_ready = torch.cuda.Event() if cuda else None  # so truthy on CUDA alone
+        self.apply_compile_and_cudagraphs()
+
+    def apply_compile_and_cudagraphs(self):
+        """The one place where functions are compiled and graphed."""
+        self.learn_on = {turns: partial(self.learn, *turns) for turns in product((False, True), repeat=2)}
+        if self.compile:
+            torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+            self.update_critics = torch.compile(self.update_critics, fullgraph=True)
+            self.update_actor = torch.compile(self.update_actor, fullgraph=True)
+        if self.cudagraphs:
+            self.store_and_act = CudaGraphModule(self.store_and_act, warmup=GRAPH_WARMUP)
+            self.learn_on = {turns: CudaGraphModule(f, warmup=GRAPH_WARMUP) for turns, f in self.learn_on.items()}
+
+    def policy(self, actor, obs):
+        """Mean and log standard deviation of the Gaussian before tanh, each (batch, act_dim)."""
+        *hidden, w3, b3 = unflatten(actor, self.actor_shapes)
+        mean, log_std = (hidden_layers(obs, *hidden) @ w3 + b3).chunk(2, -1)
+        return mean, LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) / 2 * (log_std.tanh() + 1)
+
+    def actions_and_log_prob(self, actor, obs, noise):
+        """Actions in the environment's units, (batch, act_dim), and their log-probabilities, (batch,): appendix C."""
+        mean, log_std = self.policy(actor, obs)
+        squashed = (mean + log_std.exp() * noise).tanh()
+        log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+        log_prob = log_prob - (self.action_scale * (1 - squashed.square()) + 1e-6).log()
+        return squashed * self.action_scale + self.action_bias, log_prob.sum(-1)
+
+    def q_values(self, critics, obs, actions):
+        """Both critics' values, (2, batch)."""
+        *hidden, w3, b3 = unflatten(critics, self.critic_shapes)
+        x = hidden_layers(torch.cat((obs, actions), -1).expand(2, -1, -1), *hidden)
+        return (x * w3.mT).sum(-1) + b3.squeeze(-1)  # faster than a matmul with one column
+
+    def update_critics(self, rows, noise):
+        """Equation 5 for replay rows (batch, sum(columns)); the next actions come from noise (batch, act_dim)."""
+        obs, next_obs, actions, rewards, terminated = rows.split(self.columns, -1)
+        next_actions, next_log_prob = self.actions_and_log_prob(self.actor, next_obs, noise)
+        next_q = self.q_values(self.target_critics, next_obs, next_actions).amin(0)
+        next_v = next_q - self.log_alpha.exp() * next_log_prob
+        target = rewards.squeeze(-1) + (1 - terminated.squeeze(-1)) * self.args.gamma * next_v
+        critics = self.critics.detach().requires_grad_()
+        q = self.q_values(critics, obs, actions)
+        loss = (q - target).square().mean(-1).sum()
+        (gradient,) = torch.autograd.grad(loss, critics)
+        self.critic_adam.step(self.critics, gradient)
+        self.critic_losses.copy_(torch.stack((*q.detach().mean(-1), loss.detach())))
+
+    def update_actor(self, obs, noise, alpha_noise):
+        """Equation 7 for obs (batch, obs_dim) and noise (batch, act_dim), then equation 18 for the new actor."""
+        actor, alpha = self.actor.detach().requires_grad_(), self.log_alpha.exp()
+        actions, log_prob = self.actions_and_log_prob(actor, obs, noise)
+        loss = (alpha * log_prob - self.q_values(self.critics, obs, actions).amin(0)).mean()
+        (gradient,) = torch.autograd.grad(loss, actor)
+        self.actor_adam.step(self.actor, gradient)
+        alpha_loss = torch.zeros_like(alpha)
+        if self.args.autotune:
+            _, log_prob = self.actions_and_log_prob(self.actor, obs, alpha_noise)
+            alpha_loss = -alpha * (log_prob - self.act_dim).mean()  # and its own derivative by log_alpha
+            self.alpha_adam.step(self.log_alpha, alpha_loss)
+        self.actor_losses.copy_(torch.cat((loss.detach().view(1), self.log_alpha.exp(), alpha_loss)))
+
+    def replay(self):
+        """Rows drawn uniformly from the filled part of the buffer, (batch, sum(columns))."""
+        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)  # float32 would skip rows
+        return self.buffer[(uniform * self.stored.clamp(max=self.args.buffer_size)).long()]
+
+    def learn(self, actor_turn, target_turn):
+        """One update, on the device from beginning to end."""
+        rows = self.replay()
+        self.update_critics(rows, self.noise())
+        if actor_turn:
+            for _ in range(self.args.policy_frequency):
+                self.update_actor(rows[:, : self.obs_dim], self.noise(), self.noise())
+        if target_turn:
+            self.target_critics.lerp_(self.critics, self.args.tau)
+
+    def update(self):
+        """Launch one update; on CUDA it still runs when this returns."""
+        turns = (self.updates % self.args.policy_frequency == 0, self.updates % self.args.target_network_frequency == 0)
+        self.updates += 1
+        self.learn_on[turns]()
+
+    def act(self, obs, noise):
+        """Actions in the environment's units, (batch, act_dim); with noise 0.0 those of the deterministic policy."""
+        mean, log_std = self.policy(self.actor, obs)
+        return (mean + log_std.exp() * noise).tanh() * self.action_scale + self.action_bias
+
+    def store_and_act(self):
+        """Write the transitions in `inbox` to the ring buffer and sample actions for the observations behind them."""
+        rows, obs = self.inbox.split((sum(self.columns), self.obs_dim), -1)
+        self.buffer.index_copy_(0, (self.stored + self.env_index) % self.args.buffer_size, rows)
+        self.stored += self.num_envs
+        self.actions.copy_(self.act(obs, torch.randn_like(self.actions)))
+
+    def observe(self, *columns):
+        """Send obs, next_obs, actions, rewards, terminated and the obs to act on, each (num_envs, ...), in one copy."""
+        columns = [column.reshape(self.num_envs, -1) for column in columns]
+        np.concatenate(columns, axis=1, out=self.host_inbox.numpy(), casting="unsafe")
+        self.inbox.copy_(self.host_inbox, non_blocking=True)
+        self.store_and_act()
+        self.host_actions.copy_(self.actions, non_blocking=True)
+        if self.actions_ready:
+            self.actions_ready.record()
+
+    def next_actions(self):
+        """Wait for the actions that `observe` asked for, but for no update: numpy, (num_envs, act_dim)."""
+        if self.actions_ready:
+            self.actions_ready.synchronize()
+        return self.host_actions.numpy()
+
+    @property
+    def stage(self):
+        """What the next update does, in a word or two: "training" once all is compiled and captured."""
+        if self.updates >= self.warmup_updates:
+            return "training"
+        return "compiling" if self.compile and self.updates == 0 else "capturing" if self.cudagraphs else "warming up"
+
+    def losses(self):
+        """The last update's losses by name; waits for that update."""
+        names = ("qf1_values", "qf2_values", "qf_loss", "actor_loss", "alpha", "alpha_loss")
+        return dict(zip(names, torch.cat((self.critic_losses, self.actor_losses)).tolist(), strict=True))
+
+    def tensors(self):
+        """By name, the tensors that make up the learner, save the replay buffer."""
+        names = ("actor", "critics", "target_critics", "log_alpha", "critic_losses", "actor_losses", "stored")
+        adams = [(name, getattr(self, name)) for name in ("actor_adam", "critic_adam", "alpha_adam")]
+        moments = {f"{name}.{part}": getattr(adam, part) for name, adam in adams for part in ("m", "v", "decay")}
+        return {name: getattr(self, name) for name in names} | moments
+
+    def state_dict(self):
+        """Copies, on the CPU, of all that `load_state_dict` needs to continue bit by bit, random numbers included."""
+        tensors = self.tensors() | {"buffer": self.buffer[: int(self.stored)]}
+        state = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        state |= {"buffer_size": self.args.buffer_size, "updates": self.updates, "rng": torch.get_rng_state()}
+        return state | {"cuda_rng": torch.cuda.get_rng_state(self.device) if self.actions_ready else None}
+
+    def load_state_dict(self, state):
+        """Become the learner that `state` was taken from; tensors are filled in place, so that graphs stay valid."""
+        for name, tensor in self.tensors().items():
+            tensor.copy_(state[name])
+        self.buffer[: len(state["buffer"])] = state["buffer"].to(self.device)
+        self.updates = state["updates"]
+        torch.set_rng_state(state["rng"])
+        if self.actions_ready and state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+
+
+def train(args, on_log=lambda learner, losses, step: None):
+    """Train or evaluate; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees logs."""
+    check_args(args)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    if args.cudagraphs and device.type != "cuda":
+        print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.manual_seed(args.seed)
+    np.random.seed(args.seed)
+    folder = Path(args.run_dir) / f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns()}".replace("/", "_")
+    video_dir = folder / "videos" if args.capture_video else None
+    if args.evaluate:
+        return evaluate(args, device, video_dir)
+    step, checkpoint = 0, None
+    if args.resume:
+        checkpoint = load_checkpoint("resume", args)
+        step, buffer_size = checkpoint["global_step"], checkpoint["learner"]["buffer_size"]
+        if step >= args.total_timesteps:
+            refuse("total_timesteps", args.total_timesteps, f"the checkpoint is at step {step}; give more than that")
+        if buffer_size != args.buffer_size:
+            refuse("buffer_size", args.buffer_size, f"the checkpoint has a buffer of {buffer_size}; give that")
+    envs = make_envs(args, args.num_envs, video_dir)
+    envs.action_space.seed(args.seed + step)
+    obs, _ = envs.reset(seed=args.seed + step)
+    learner = SAC(args, envs, device)
+    if checkpoint:
+        learner.load_state_dict(checkpoint["learner"])
+        envs.episode_count = checkpoint["episodes"]
+        envs.return_queue.extend(checkpoint["returns"])
+    run = Run(args, folder, device, envs, step)
+    actions = envs.action_space.sample()
+    while step < args.total_timesteps and not run.stop:
+        if step < args.learning_starts:
+            actions = envs.action_space.sample()
+        next_obs, rewards, terminated, _, infos = envs.step(actions)  # while, on CUDA, the last update runs
+        learner.observe(obs, final_observations(next_obs, infos), actions, rewards, terminated, next_obs)
+        obs, step = next_obs, step + args.num_envs
+        learning = step > args.learning_starts
+        run.advance(step, infos, learner.stage if learning else "exploring")
+        if learning:
+            for _ in range(args.updates_per_step):
+                learner.update()
+        actions = learner.next_actions()
+        if learning and step // args.num_envs % LOG_INTERVAL == 0:
+            losses = learner.losses()
+            run.log(losses, step)
+            on_log(learner, losses, step)
+        if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs:
+            run.save(learner, step)
+    run.finish(learner, step)
+    if run.stop:
+        raise SystemExit(130)
+
+
+def evaluate(args, device, video_dir):
+    """Print mean and standard deviation of the return of a checkpoint's deterministic policy over whole episodes."""
+    checkpoint = load_checkpoint("evaluate", args)
+    envs = make_envs(args, 1, video_dir)
+    learner = SAC(args, envs, device)
+    learner.actor.copy_(checkpoint["learner"]["actor"])
+    returns, (obs, _) = [], envs.reset(seed=args.seed)
+    while len(returns) < args.eval_episodes:
+        actions = learner.act(torch.as_tensor(obs, dtype=torch.float32, device=device), noise=0.0)
+        obs, _, _, _, infos = envs.step(actions.cpu().numpy())
+        if "episode" in infos:
+            returns.append(infos["episode"]["r"][0])
+    envs.close()
+    print(f"{len(returns)} episodes: mean return {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}")
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Args))
