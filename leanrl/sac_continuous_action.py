@@ -110,7 +110,7 @@ def make_envs(args, num_envs, video_dir=None):
     """Make `num_envs` copies of the environment that step together; `video_dir` receives mp4s of the first one."""
 
     def make_env(video):
-        env = gym.make(args.env_id, render_mode="rgb_array" if video else None)
+        env = gym.make(args.env_id, **{"render_mode": "rgb_array"} if video else {})
         return gym.wrappers.RecordVideo(env, str(video_dir), disable_logger=True) if video else env
 
     try:
@@ -417,7 +417,7 @@ def train(args, on_log=lambda learner, losses, step: None):
         if learning:
             learner.update()
         if learning and step // args.num_envs % LOG_INTERVAL == 0:
-            losses = {name: float(value) for name, value in learner.losses.items()}
+            losses = {name: torch.as_tensor(value).item() for name, value in learner.losses.items()}
             run.log(losses, step)
             on_log(learner, losses, step)
         if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs:

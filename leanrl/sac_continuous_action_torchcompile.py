@@ -131,7 +131,7 @@ def make_envs(args, num_envs, video_dir=None):
     """Make `num_envs` copies of the environment that step together; `video_dir` receives mp4s of the first one."""
 
     def make_env(video):
-        env = gym.make(args.env_id, render_mode="rgb_array" if video else None)
+        env = gym.make(args.env_id, **{"render_mode": "rgb_array"} if video else {})
         return gym.wrappers.RecordVideo(env, str(video_dir), disable_logger=True) if video else env
 
     try:

@@ -1,0 +1,105 @@
+"""The capture emulation itself, on small functions, and on each function that the SAC script graphs."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from capture import record
+from conftest import TURBO, make_learner, transitions
+
+
+class Step:
+    """Gradient descent on x**2, with its learning rate in a tensor or, wrongly, in a Python number."""
+
+    def __init__(self, rate):
+        self.x, self.rate = torch.ones(3), rate
+
+    def __call__(self):
+        self.x.sub_(2 * self.rate * self.x)
+
+
+def test_a_safe_function_replays_bit_equal():
+    eager, graphed = Step(torch.tensor(0.1)), Step(torch.tensor(0.1))
+    replay = record(graphed, [graphed.x])
+    for i in range(20):
+        for step, call in ((eager, eager), (graphed, replay)):
+            step.rate.fill_(0.1 / (i + 1))
+            call()
+        assert torch.equal(eager.x, graphed.x)
+
+
+def test_a_baked_learning_rate_is_caught():
+    eager, graphed = Step(0.1), Step(0.1)
+    replay = record(graphed, [graphed.x])
+    eager.rate = graphed.rate = 0.05
+    eager()
+    replay()
+    assert not torch.equal(eager.x, graphed.x)
+
+
+def test_a_python_step_counter_is_caught():
+    def make():
+        state = {"t": 0, "x": torch.zeros(1)}
+
+        def call():
+            state["t"] += 1
+            state["x"].add_(state["t"])
+
+        return state, call
+
+    (eager, call), (graphed, graphed_call) = make(), make()
+    replay = record(graphed_call, [graphed["x"]])
+    for _ in range(3):
+        call()
+        replay()
+    assert not torch.equal(eager["x"], graphed["x"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda x: x.mul_(2) if x.sum() > 0 else x.mul_(3), lambda x: x.mul_(x.sum().item()), lambda x: x.mul_(int(x[0]))],
+    ids=["branch", "item", "int"],
+)
+def test_asking_for_a_value_is_caught(wrong):
+    x = torch.ones(3)
+    with pytest.raises(RuntimeError):
+        record(lambda: wrong(x + 0), [x])
+
+
+def test_recording_changes_nothing_and_replays_draw_fresh_noise():
+    x = torch.zeros(4)
+    rng = torch.get_rng_state()
+    replay = record(lambda: x.copy_(torch.randn(4)), [x])
+    assert torch.equal(x, torch.zeros(4)) and torch.equal(rng, torch.get_rng_state())
+    replay()
+    first = x.clone()
+    replay()
+    assert not torch.equal(first, x)
+
+
+@pytest.mark.parametrize("autotune", [True, False])
+@pytest.mark.parametrize(("num_envs", "policy_frequency", "target_frequency"), [(1, 2, 1), (3, 1, 2)])
+def test_every_graphed_function_of_sac_replays_bit_equal(autotune, num_envs, policy_frequency, target_frequency):
+    """20 environment steps, past the end of the ring buffer, with `store_and_act` and every kind of `learn` recorded."""
+    kwargs = {"num_envs": num_envs, "policy_frequency": policy_frequency, "target_network_frequency": target_frequency}
+    eager, graphed = (make_learner(TURBO, autotune=autotune, buffer_size=20, **kwargs) for _ in range(2))
+    columns = np.random.default_rng(0)
+    start = transitions(eager, columns)
+    for learner in (eager, graphed):
+        learner.buffer.zero_()
+        learner.observe(*start)
+    state = [*graphed.tensors().values(), graphed.buffer, graphed.actions]
+    graphed.store_and_act = record(graphed.store_and_act, state)
+    graphed.learn_on = {turns: record(partial(TURBO.SAC.learn, graphed, *turns), state) for turns in graphed.learn_on}
+    for i in range(20):
+        row = transitions(eager, columns)
+        for learner in (eager, graphed):
+            torch.manual_seed(i)
+            learner.observe(*row)
+            learner.update()
+        assert np.array_equal(eager.next_actions(), graphed.next_actions())
+        for name, tensor in eager.tensors().items():
+            assert torch.equal(tensor, graphed.tensors()[name]), (i, name)
+    assert torch.equal(eager.buffer, graphed.buffer)
+    assert not torch.equal(eager.actor, make_learner(TURBO).actor)
