@@ -12,7 +12,7 @@ TURBO = importlib.import_module("leanrl.sac_continuous_action_torchcompile")
 
 
 class Countdown(gym.Env):
-    """Shows the steps since reset and the episode's number; rewards each step with 1; terminates or truncates at `length`."""
+    """Shows the steps since reset and the episode; rewards each step with 1; terminates or truncates after `length`."""
 
     def __init__(self, length=3, terminates=False, low=(-1.0,), high=(1.0,), blind=False):
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)

@@ -92,7 +92,11 @@ def assert_learners_agree(plain, turbo, tolerance):
     ids=["default", "unequal bounds, other frequencies", "no autotune"],
 )
 def test_turbo_equals_plain(mode, kwargs):
-    """From the same weights and batches, losses, gradients (Adam's first moments) and parameters agree, update 1 to 50."""
+    """From the same weights and batches, losses, gradients (Adam's first moments) and parameters agree, update 1 to 50.
+
+    The policy learns slowly: where tanh saturates, log(1 - tanh**2 + 1e-6) turns its last bit into a 10% difference.
+    """
+    kwargs = {"policy_lr": 3e-5} | kwargs
     plain, turbo = make_learner(PLAIN, **kwargs), make_learner(TURBO, **kwargs, **MODES[mode])
     copy_plain_to_turbo(plain, turbo)
     feed_same_batches(plain, turbo, seed=0)
@@ -101,7 +105,7 @@ def test_turbo_equals_plain(mode, kwargs):
             torch.manual_seed(update)
             learner.update()
         if update in (0, 49):
-            assert_learners_agree(plain, turbo, tolerance=1e-5 if update == 0 else 5e-3)
+            assert_learners_agree(plain, turbo, tolerance=1e-5 if update == 0 else 1e-4)
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
@@ -162,7 +166,7 @@ def test_transitions_keep_the_true_last_observation_and_tell_terminal_from_trunc
 
 @pytest.mark.parametrize(("env_id", "value"), [("BlindTruncates-v0", 10.0), ("BlindTerminates-v0", 2.5)])
 def test_values_bootstrap_through_truncation_but_not_termination(script, env_id, value, tmp_path):
-    """With gamma = 0.9 and a reward of 1 a step, V = 1 + gamma V, or V = 1 + gamma V 2/3 if every third step is the last."""
+    """With gamma = 0.9 and rewards of 1, V = 1 + gamma V, or V = 1 + gamma V 2/3 if every third step is the last."""
     values = []
     kwargs = {"gamma": 0.9, "tau": 0.1, "q_lr": 3e-3, "autotune": False, "alpha": 0.0, "batch_size": 64}
     sizes = {"total_timesteps": 1000, "learning_starts": 100, "buffer_size": 1000}

@@ -1,0 +1,128 @@
+"""Measure the modes of one algorithm side by side and print their speeds as ratios to its plain script.
+
+    python benchmark/run.py --algo sac_continuous_action --seeds 1 2 3 --total-timesteps 9000
+
+Each seed is one round of all modes, one after the other, each in a process of its own; a ratio compares two runs of one
+round, so that a machine that slows down for a while slows both. Compiled modes start with an empty compiler cache: warm-up
+is what a first run waits for. The summaries are kept under --run-dir; --report-only prints their table again.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+MODES = {
+    "plain": ("{algo}.py", []),
+    "eager": ("{algo}_torchcompile.py", []),
+    "compile": ("{algo}_torchcompile.py", ["--compile"]),
+    "cudagraphs": ("{algo}_torchcompile.py", ["--cudagraphs"]),
+    "compile+cudagraphs": ("{algo}_torchcompile.py", ["--compile", "--cudagraphs"]),
+}
+
+
+@dataclass
+class Args:
+    algo: str = "sac_continuous_action"
+    """name of the plain script, without .py"""
+    modes: tuple[str, ...] = tuple(MODES)
+    """modes to run; without a CUDA device those with cudagraphs are left out"""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """one round of all modes for each seed"""
+    env_id: str = "HalfCheetah-v5"
+    """gymnasium environment"""
+    num_envs: int = 1
+    """environments that step together"""
+    total_timesteps: int = 9000
+    """environment steps of each run"""
+    run_dir: Path = Path("runs/benchmark")
+    """folder for the runs, one sub-folder per mode and seed"""
+    report_only: bool = False
+    """print the table of the runs that are already in --run-dir"""
+
+
+def run(args, mode, seed):
+    """Run one mode with one seed to its end, its output in log.txt beside it."""
+    script, mode_flags = MODES[mode]
+    folder = args.run_dir / mode / str(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    common = {"env-id": args.env_id, "num-envs": args.num_envs, "total-timesteps": args.total_timesteps}
+    flags = [f"--{name}={value}" for name, value in (common | {"seed": seed, "run-dir": folder}).items()]
+    command = [sys.executable, str(ROOT / "leanrl" / script.format(algo=args.algo)), *flags, *mode_flags]
+    with tempfile.TemporaryDirectory() as cache, open(folder / "log.txt", "w") as log:
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+
+def load(run_dir):
+    """The newest summary of each mode and seed under `run_dir`, as {mode: {seed: summary}}."""
+    summaries = {}
+    for path in sorted(Path(run_dir).glob("*/*/*/summary.json"), key=lambda path: path.stat().st_mtime):
+        mode, seed = path.parts[-4], int(path.parts[-3])
+        summaries.setdefault(mode, {})[seed] = json.loads(path.read_text())
+    return summaries
+
+
+def spread(values, form):
+    """Median and range, as "2.1 (2.0 to 2.3)"."""
+    values = [value for value in values if value is not None]
+    if not values:
+        return "none"
+    low, middle, high = (form.format(value) for value in (min(values), statistics.median(values), max(values)))
+    return f"{middle} ({low} to {high})"
+
+
+def table(summaries):
+    """A Markdown table of `load`'s summaries: medians over seeds, ranges in parentheses."""
+    lines = [
+        "| mode | steps/s | ratio to plain | warm-up, s | return |",
+        "|---|---|---|---|---|",
+    ]
+    for mode in MODES:
+        if mode not in summaries:
+            lines.append(f"| {mode} | not measured | | | |")
+            continue
+        runs, plain = summaries[mode], summaries.get("plain", {})
+        ratios = [runs[seed]["steady_sps"] / plain[seed]["steady_sps"] for seed in runs.keys() & plain.keys()]
+        columns = [("steady_sps", "{:.1f}"), ("warmup_seconds", "{:.1f}"), ("episodic_return", "{:.0f}")]
+        speed, warmup, episodic_return = (spread([r[name] for r in runs.values()], form) for name, form in columns)
+        lines.append(f"| {mode} | {speed} | {spread(ratios, '{:.2f}')} | {warmup} | {episodic_return} |")
+    return "\n".join(lines)
+
+
+def main(args):
+    unknown = set(args.modes) - MODES.keys()
+    if unknown or not (ROOT / "leanrl" / f"{args.algo}.py").exists():
+        name, value = ("modes", " ".join(sorted(unknown))) if unknown else ("algo", args.algo)
+        print(f"error: --{name} {value}: choose from {', '.join(MODES if unknown else algorithms())}", file=sys.stderr)
+        raise SystemExit(2)
+    if not args.report_only:
+        modes = [mode for mode in args.modes if torch.cuda.is_available() or "cudagraphs" not in mode]
+        for round_, seed in enumerate(args.seeds):
+            for mode in modes if round_ % 2 == 0 else modes[::-1]:
+                print(f"seed {seed}: {mode}", file=sys.stderr, flush=True)
+                run(args, mode, seed)
+    summaries = load(args.run_dir)
+    for summary in list(summaries.values())[:1]:
+        first = next(iter(summary.values()))
+        where = first["device"] if first["device"] != "cpu" else f"CPU, {os.cpu_count()} cores"
+        versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+        print(f"{args.algo} on {first['env_id']}, {first['num_envs']} environment(s), {where}; {versions}\n")
+    print(table(summaries))
+
+
+def algorithms():
+    """Names of the algorithms that have a plain and a turbo script."""
+    return sorted(p.stem.removesuffix("_torchcompile") for p in (ROOT / "leanrl").glob("*_torchcompile.py"))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
