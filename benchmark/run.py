@@ -2,9 +2,9 @@
 
     python benchmark/run.py --algo sac_continuous_action --seeds 1 2 3 --total-timesteps 9000
 
-Each seed is one round of all modes, one after the other, each in a process of its own; a ratio compares two runs of one
-round, so that a machine that slows down for a while slows both. Compiled modes start with an empty compiler cache: warm-up
-is what a first run waits for. The summaries are kept under --run-dir; --report-only prints their table again.
+Each seed is one round of all modes, one after the other, each in a process of its own; a ratio compares two runs of
+one round, so that a machine that slows down for a while slows both. Compiled modes start with an empty compiler cache:
+warm-up is what a first run waits for. The summaries stay under --run-dir; --report-only prints their table again.
 """
 
 import json

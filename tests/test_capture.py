@@ -58,13 +58,19 @@ def test_a_python_step_counter_is_caught():
 
 @pytest.mark.parametrize(
     "wrong",
-    [lambda x: x.mul_(2) if x.sum() > 0 else x.mul_(3), lambda x: x.mul_(x.sum().item()), lambda x: x.mul_(int(x[0]))],
-    ids=["branch", "item", "int"],
+    [
+        lambda x: x.mul_(2) if x.sum() > 0 else x.mul_(3),
+        lambda x: x.mul_(x.sum().item()),
+        lambda x: x.mul_(int(x[0])),
+        lambda x: bool(x.max()) and x.mul_(2),
+    ],
+    ids=["branch", "item", "int", "item without effect"],
 )
-def test_asking_for_a_value_is_caught(wrong):
+@pytest.mark.parametrize("on", ["state", "intermediate"])
+def test_asking_for_a_value_is_caught(wrong, on):
     x = torch.ones(3)
     with pytest.raises(RuntimeError):
-        record(lambda: wrong(x + 0), [x])
+        record(lambda: wrong(x if on == "state" else x + 0), [x])
 
 
 def test_recording_changes_nothing_and_replays_draw_fresh_noise():

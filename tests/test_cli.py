@@ -236,8 +236,25 @@ def test_ctrl_c_ends_the_run_with_everything_written(script, tmp_path):
     assert step == torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] > 150
 
 
+def test_a_checkpoint_is_replaced_whole_or_not_at_all(script, tmp_path, monkeypatch):
+    """The run dies in the middle of writing its second checkpoint: the first is still there."""
+    write, calls = torch.save, iter(range(10))
+
+    def die_halfway(checkpoint, file):
+        write(checkpoint, file)
+        if next(calls) == 1:
+            file.truncate(file.tell() // 2)
+            raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", die_halfway)
+    with pytest.raises(OSError, match="no space"):
+        train(script, tmp_path, checkpoint_interval=120, total_timesteps=400)
+    checkpoint = torch.load(run_folders(tmp_path)[0] / "checkpoint.pt", weights_only=True)
+    assert checkpoint["global_step"] == 120
+
+
 def test_kill_9_leaves_a_checkpoint_to_resume_from(script, tmp_path):
-    """Five times in a row, each resuming the one before, at a random moment while checkpoints are written all the time."""
+    """Five times in a row, each run resuming the one before, at a random moment of frequent checkpoints."""
     step, resume = 0, {}
     for _ in range(5):
         known = set(tmp_path.glob("*"))

@@ -1,4 +1,6 @@
-"""On a CUDA device: every mode computes the same, graphs lose no update and repeat no noise, and the host never waits."""
+"""On a CUDA device: all modes compute the same, graphs lose no update and repeat no noise, the host never waits."""
+
+import json
 
 import numpy as np
 import pytest
@@ -109,8 +111,6 @@ def test_a_checkpoint_continues_in_captured_graphs(mode):
 
 
 def test_training_on_cuda(tmp_path):
-    import json
-
     args = TURBO.Args(env_id="Pendulum-v1", total_timesteps=500, learning_starts=100, run_dir=str(tmp_path))
     args.cudagraphs = True
     TURBO.train(args)
