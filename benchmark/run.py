@@ -59,7 +59,9 @@ def run(args, mode, seed):
     command = [sys.executable, str(ROOT / "leanrl" / script.format(algo=args.algo)), *flags, *mode_flags]
     with tempfile.TemporaryDirectory() as cache, open(folder / "log.txt", "w") as log:
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
-        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
+    if status != 0:
+        raise SystemExit(f"error: {mode} with seed {seed} ended with exit code {status}; see {folder / 'log.txt'}")
 
 
 def load(run_dir):
@@ -91,7 +93,8 @@ def table(summaries):
             lines.append(f"| {mode} | not measured | | | |")
             continue
         runs, plain = summaries[mode], summaries.get("plain", {})
-        ratios = [runs[seed]["steady_sps"] / plain[seed]["steady_sps"] for seed in runs.keys() & plain.keys()]
+        pairs = [(runs[seed]["steady_sps"], plain[seed]["steady_sps"]) for seed in runs.keys() & plain.keys()]
+        ratios = [fast / base for fast, base in pairs if fast and base]  # a run too short to measure has none
         columns = [("steady_sps", "{:.1f}"), ("warmup_seconds", "{:.1f}"), ("episodic_return", "{:.0f}")]
         speed, warmup, episodic_return = (spread([r[name] for r in runs.values()], form) for name, form in columns)
         lines.append(f"| {mode} | {speed} | {spread(ratios, '{:.2f}')} | {warmup} | {episodic_return} |")
@@ -105,6 +108,9 @@ def main(args):
         print(f"error: --{name} {value}: choose from {', '.join(MODES if unknown else algorithms())}", file=sys.stderr)
         raise SystemExit(2)
     if not args.report_only:
+        if load(args.run_dir):
+            print(f"error: --run-dir {args.run_dir}: it holds runs; choose another, or --report-only", file=sys.stderr)
+            raise SystemExit(2)
         modes = [mode for mode in args.modes if torch.cuda.is_available() or "cudagraphs" not in mode]
         for round_, seed in enumerate(args.seeds):
             for mode in modes if round_ % 2 == 0 else modes[::-1]:

@@ -153,8 +153,7 @@ class Run:
 
     def __init__(self, args, folder, device, envs, first_step):
         self.args, self.folder, self.device, self.envs, self.first_step = args, folder, device, envs, first_step
-        self.stop, self.warm_step, self.steady = False, None, None
-        self.start = time.perf_counter()
+        self.start, self.stop, self.warm_step, self.steady = time.perf_counter(), False, None, None
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -221,11 +220,10 @@ class Run:
         steady_step, steady_time = self.steady or (step, end)
         summary = {"script": SCRIPT, "env_id": self.args.env_id, "seed": self.args.seed, "num_envs": self.args.num_envs}
         summary |= {"device": self.device_name, "compile": learner.compile, "cudagraphs": learner.cudagraphs}
-        summary |= {"global_step": step, "episodes": int(self.envs.episode_count)}
+        summary |= {"global_step": step, "episodes": int(self.envs.episode_count), "wall_seconds": end - self.start}
         summary |= {"episodic_return": float(np.mean(self.envs.return_queue)) if self.envs.return_queue else None}
         summary |= {"steady_sps": (step - steady_step) / (end - steady_time) if step > steady_step else None}
-        summary |= {"warmup_seconds": steady_time - self.start if self.steady else None}
-        summary |= {"wall_seconds": end - self.start, "versions": self.versions}
+        summary |= {"warmup_seconds": steady_time - self.start if self.steady else None, "versions": self.versions}
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
         for closing in (self.envs, self.writer, self.bar):
             closing.close()
@@ -255,8 +253,8 @@ class Actor(nn.Module):
         self.fc2 = nn.Linear(256, 256)
         self.fc_mean = nn.Linear(256, action_space.shape[0])
         self.fc_log_std = nn.Linear(256, action_space.shape[0])
-        self.register_buffer("scale", torch.as_tensor((action_space.high - action_space.low) / 2))
-        self.register_buffer("bias", torch.as_tensor((action_space.high + action_space.low) / 2))
+        self.register_buffer("scale", torch.tensor((action_space.high - action_space.low) / 2, dtype=torch.float32))
+        self.register_buffer("bias", torch.tensor((action_space.high + action_space.low) / 2, dtype=torch.float32))
 
     def forward(self, obs):
         """Sample actions, (batch, act_dim), and return them with their log-probabilities, (batch,)."""
@@ -293,7 +291,7 @@ class SAC:
             "rewards": (),
             "terminated": (),
         }
-        self.buffer = {name: torch.zeros(args.buffer_size, *width) for name, width in widths.items()}
+        self.buffer = {name: torch.empty(args.buffer_size, *width) for name, width in widths.items()}
         self.stored = self.updates = 0
         self.losses = {}
 
@@ -362,7 +360,7 @@ class SAC:
     def state_dict(self):
         """All that `load_state_dict` needs to continue bit by bit, random numbers included."""
         state = {name: part.state_dict() for name, part in self.parts().items()}
-        state |= {name: column[: self.stored] for name, column in self.buffer.items()}
+        state |= {name: column[: self.stored].clone() for name, column in self.buffer.items()}
         state |= {"buffer_size": self.args.buffer_size, "stored": self.stored, "updates": self.updates}
         state |= {"log_alpha": self.log_alpha.detach(), "alpha": self.alpha, "rng": torch.get_rng_state()}
         return state | {"cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None}
@@ -375,6 +373,8 @@ class SAC:
             column[: len(state[name])] = state[name]
         self.stored, self.updates, self.alpha = state["stored"], state["updates"], state["alpha"]
         self.log_alpha.data.copy_(state["log_alpha"])
+        self.actor_optimizer.param_groups[0]["lr"] = self.args.policy_lr
+        self.q_optimizer.param_groups[0]["lr"] = self.alpha_optimizer.param_groups[0]["lr"] = self.args.q_lr
         torch.set_rng_state(state["rng"])
         if self.device.type == "cuda" and state["cuda_rng"] is not None:
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)

@@ -2,13 +2,11 @@
 
 The algorithm and its defaults are CleanRL's, as in the plain twin, sac_continuous_action.py. What makes this file fast:
 
-1. A network is a function of one flat parameter vector (`unflatten`): its gradient is one vector too, and Adam
-   (`Adam.step`) and the target update (`SAC.learn`) are a few operations, however many layers there are.
-2. The twin critics are one batched matmul per layer (`SAC.q_values`), and the actor's loss computes no gradient of the
-   critics' weights (`SAC.update_actor`).
+1. Parameters, and so gradients, are one flat vector (`unflatten`): Adam is a few operations (`Adam.step`).
+2. The twin critics are one batched matmul per layer (`SAC.q_values`), without gradients in the actor's loss.
 3. The replay buffer is on the device; an environment step costs one copy in and one copy out (`SAC.observe`).
-4. `--compile` makes one graph each of `update_critics` and `update_actor`: forward, backward and Adam.
-5. `--cudagraphs` replays `store_and_act` and `learn` as CUDA graphs, one launch each per environment step.
+4. `--compile` makes one graph each of `store_and_act`, `update_critics` and `update_actor`, forward, backward and Adam.
+5. `--cudagraphs` replays `respond` and `learn` as CUDA graphs, one launch each per environment step.
 6. The environment steps while the device updates (`train`): the host waits for actions, never for updates.
 
     python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile --cudagraphs
@@ -23,7 +21,6 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import gymnasium as gym
@@ -39,8 +36,8 @@ from tqdm import tqdm
 SCRIPT = Path(__file__).stem
 LOG_INTERVAL = 100  # vector steps between two logs of the losses
 GRAPH_WARMUP = 3  # the call that captures a CUDA graph; compilation is over by then
-HIDDEN = 256
-LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+HIDDEN, LOG_STD_MIN, LOG_STD_MAX = 256, -5.0, 2.0
+BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # Adam's
 
 
 @dataclass
@@ -114,8 +111,8 @@ def check_args(args):
     limits = dict.fromkeys(("learning_starts", "checkpoint_interval", "measure_burnin", "alpha"), (0, 1e12))
     limits |= dict.fromkeys(("total_timesteps", "num_envs", "batch_size", "policy_frequency"), (1, 1e12))
     limits |= dict.fromkeys(("target_network_frequency", "updates_per_step", "eval_episodes"), (1, 1e12))
-    limits |= dict.fromkeys(("gamma", "tau"), (0, 1)) | dict.fromkeys(("policy_lr", "q_lr"), (1e-12, 1))
-    limits |= {"seed": (0, 2**32 - 1), "buffer_size": (args.num_envs, 1e12)}
+    limits |= {"seed": (0, 2**32 - 1), "buffer_size": (args.num_envs, 1e12), "gamma": (0, 1), "tau": (0, 1)}
+    limits |= {"policy_lr": (1e-12, 1), "q_lr": (1e-12, 1)}
     for name, (low, high) in limits.items():
         if not low <= getattr(args, name) <= high:
             refuse(name, getattr(args, name), f"give a number from {low} to {high:g}")
@@ -174,8 +171,7 @@ class Run:
 
     def __init__(self, args, folder, device, envs, first_step):
         self.args, self.folder, self.device, self.envs, self.first_step = args, folder, device, envs, first_step
-        self.stop, self.warm_step, self.steady = False, None, None
-        self.start = time.perf_counter()
+        self.start, self.stop, self.warm_step, self.steady = time.perf_counter(), False, None, None
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -242,11 +238,10 @@ class Run:
         steady_step, steady_time = self.steady or (step, end)
         summary = {"script": SCRIPT, "env_id": self.args.env_id, "seed": self.args.seed, "num_envs": self.args.num_envs}
         summary |= {"device": self.device_name, "compile": learner.compile, "cudagraphs": learner.cudagraphs}
-        summary |= {"global_step": step, "episodes": int(self.envs.episode_count)}
+        summary |= {"global_step": step, "episodes": int(self.envs.episode_count), "wall_seconds": end - self.start}
         summary |= {"episodic_return": float(np.mean(self.envs.return_queue)) if self.envs.return_queue else None}
         summary |= {"steady_sps": (step - steady_step) / (end - steady_time) if step > steady_step else None}
-        summary |= {"warmup_seconds": steady_time - self.start if self.steady else None}
-        summary |= {"wall_seconds": end - self.start, "versions": self.versions}
+        summary |= {"warmup_seconds": steady_time - self.start if self.steady else None, "versions": self.versions}
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
         for closing in (self.envs, self.writer, self.bar):
             closing.close()
@@ -255,15 +250,14 @@ class Run:
 
 def layer_shapes(inputs, outputs, *ensemble):
     """Shapes of w1, b1, w2, b2, w3, b3 of a perceptron with two hidden layers, or of an ensemble of them."""
-    layers = ((inputs, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, outputs))
-    return [(*ensemble, *shape) for fan_in, fan_out in layers for shape in ((fan_in, fan_out), (1, fan_out))]
+    layers = ((inputs, HIDDEN), (1, HIDDEN), (HIDDEN, HIDDEN), (1, HIDDEN), (HIDDEN, outputs), (1, outputs))
+    return [(*ensemble, *layer) for layer in layers]
 
 
 def init_parameters(shapes, device):
     """One flat vector of weights and biases, drawn as torch.nn.Linear does: U(-1/sqrt(fan_in), 1/sqrt(fan_in))."""
-    bounds = [shapes[i - i % 2][-2] ** -0.5 for i in range(len(shapes))]
-    draws = [torch.rand(math.prod(shape), device=device) for shape in shapes]
-    return torch.cat([(2 * draw - 1) * bound for draw, bound in zip(draws, bounds, strict=True)])
+    draws = [2 * torch.rand(math.prod(shape), device=device) - 1 for shape in shapes]
+    return torch.cat([draw / shapes[i - i % 2][-2] ** 0.5 for i, draw in enumerate(draws)])
 
 
 def unflatten(flat, shapes):
@@ -280,21 +274,19 @@ def hidden_layers(x, w1, b1, w2, b2):
 class Adam:
     """Adam (Kingma and Ba 2015, arXiv:1412.6980) for one flat vector, with all its state on the device."""
 
-    def __init__(self, parameters, lr, beta1=0.9, beta2=0.999, eps=1e-8):
-        self.lr, self.beta1, self.beta2, self.eps = lr, beta1, beta2, eps
-        self.m, self.v = torch.zeros_like(parameters), torch.zeros_like(parameters)
-        self.betas = torch.tensor((beta1, beta2), dtype=torch.float64, device=parameters.device)
+    def __init__(self, parameters, lr):
+        self.lr, self.m, self.v = lr, torch.zeros_like(parameters), torch.zeros_like(parameters)
+        self.betas = torch.tensor((BETA1, BETA2), dtype=torch.float64, device=parameters.device)
         self.decay = torch.ones_like(self.betas)  # beta1**t and beta2**t after t steps
 
     def step(self, parameters, gradient):
-        """Move `parameters`, in place, one step against `gradient`; both are flat and of one size."""
-        self.decay *= self.betas
-        self.m.lerp_(gradient, 1 - self.beta1)
-        self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
-        # lr * m_hat / (sqrt(v_hat) + eps), with lr and both bias corrections folded into the denominator
+        """Move `parameters`, in place, one step against `gradient`, whose memory is used up; both are flat."""
+        self.decay.mul_(self.betas)
+        self.m.lerp_(gradient, 1 - BETA1)
+        self.v.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
         correction1, correction2 = (1 - self.decay).unbind()
-        scale = correction1 / self.lr
-        denominator = self.v.sqrt().mul_(scale / correction2.sqrt()).add_(self.eps * scale)
+        scale = correction1 / self.lr  # in lr * m_hat / (sqrt(v_hat) + eps), moved into the denominator
+        denominator = torch.sqrt(self.v, out=gradient).mul_(scale / correction2.sqrt()).add_(EPS * scale)
         parameters.addcdiv_(self.m, denominator, value=-1)
 
 
@@ -319,12 +311,11 @@ class SAC:
         self.alpha_adam = Adam(self.log_alpha, args.q_lr)
         self.critic_losses, self.actor_losses = torch.zeros(3, device=device), torch.zeros(3, device=device)
         self.noise = partial(torch.randn, args.batch_size, self.act_dim, device=device)
-        self.updates, every = 0, math.lcm(args.policy_frequency, args.target_network_frequency)
-        self.warmup_updates = GRAPH_WARMUP * every  # by then each kind of update has been compiled and captured
+        self.updates = 0
+        self.warmup_updates = GRAPH_WARMUP * math.lcm(args.policy_frequency, args.target_network_frequency)
         self.columns = (self.obs_dim, self.obs_dim, self.act_dim, 1, 1)  # obs, next_obs, action, reward, terminated
         self.buffer = torch.empty(args.buffer_size, sum(self.columns), device=device)
         self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions ever: the ring's cursor and size
-        self.env_index = torch.arange(self.num_envs, device=device)
         self.host_inbox = torch.zeros(self.num_envs, sum(self.columns) + self.obs_dim, pin_memory=cuda)
         self.host_actions = torch.zeros(self.num_envs, self.act_dim, pin_memory=cuda)
         self.inbox, self.actions = self.host_inbox.to(device, copy=True), self.host_actions.to(device, copy=True)
@@ -333,13 +324,14 @@ class SAC:
 
     def apply_compile_and_cudagraphs(self):
         """The one place where functions are compiled and graphed."""
-        self.learn_on = {turns: partial(self.learn, *turns) for turns in product((False, True), repeat=2)}
+        self.learn_on = {(a, t): partial(self.learn, a, t) for a in (False, True) for t in (False, True)}
         if self.compile:
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+            self.store_and_act = torch.compile(self.store_and_act, fullgraph=True)
             self.update_critics = torch.compile(self.update_critics, fullgraph=True)
             self.update_actor = torch.compile(self.update_actor, fullgraph=True)
         if self.cudagraphs:
-            self.store_and_act = CudaGraphModule(self.store_and_act, warmup=GRAPH_WARMUP)
+            self.respond = CudaGraphModule(self.respond, warmup=GRAPH_WARMUP)
             self.learn_on = {turns: CudaGraphModule(f, warmup=GRAPH_WARMUP) for turns, f in self.learn_on.items()}
 
     def policy(self, actor, obs):
@@ -348,9 +340,8 @@ class SAC:
         mean, log_std = (hidden_layers(obs, *hidden) @ w3 + b3).chunk(2, -1)
         return mean, LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) / 2 * (log_std.tanh() + 1)
 
-    def actions_and_log_prob(self, actor, obs, noise):
+    def squash(self, mean, log_std, noise):
         """Actions in the environment's units, (batch, act_dim), and their log-probabilities, (batch,): appendix C."""
-        mean, log_std = self.policy(actor, obs)
         squashed = (mean + log_std.exp() * noise).tanh()
         log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_prob = log_prob - (self.action_scale * (1 - squashed.square()) + 1e-6).log()
@@ -365,7 +356,7 @@ class SAC:
     def update_critics(self, rows, noise):
         """Equation 5 for replay rows (batch, sum(columns)); the next actions come from noise (batch, act_dim)."""
         obs, next_obs, actions, rewards, terminated = rows.split(self.columns, -1)
-        next_actions, next_log_prob = self.actions_and_log_prob(self.actor, next_obs, noise)
+        next_actions, next_log_prob = self.squash(*self.policy(self.actor, next_obs), noise)
         next_q = self.q_values(self.target_critics, next_obs, next_actions).amin(0)
         next_v = next_q - self.log_alpha.exp() * next_log_prob
         target = rewards.squeeze(-1) + (1 - terminated.squeeze(-1)) * self.args.gamma * next_v
@@ -376,18 +367,23 @@ class SAC:
         self.critic_adam.step(self.critics, gradient)
         self.critic_losses.copy_(torch.stack((*q.detach().mean(-1), loss.detach())))
 
-    def update_actor(self, obs, noise, alpha_noise):
-        """Equation 7 for obs (batch, obs_dim) and noise (batch, act_dim), then equation 18 for the new actor."""
-        actor, alpha = self.actor.detach().requires_grad_(), self.log_alpha.exp()
-        actions, log_prob = self.actions_and_log_prob(actor, obs, noise)
-        loss = (alpha * log_prob - self.q_values(self.critics, obs, actions).amin(0)).mean()
-        (gradient,) = torch.autograd.grad(loss, actor)
-        self.actor_adam.step(self.actor, gradient)
-        alpha_loss = torch.zeros_like(alpha)
-        if self.args.autotune:
-            _, log_prob = self.actions_and_log_prob(self.actor, obs, alpha_noise)
-            alpha_loss = -alpha * (log_prob - self.act_dim).mean()  # and its own derivative by log_alpha
-            self.alpha_adam.step(self.log_alpha, alpha_loss)
+    def update_actor(self, obs, noises):
+        """Equation 7, then equation 18 with the new actor, for obs (batch, obs_dim) and each pair of noises."""
+        actor = self.actor.detach().requires_grad_()
+        mean, log_std = self.policy(actor, obs)
+        for noise, alpha_noise in noises:
+            alpha = self.log_alpha.exp()
+            actions, log_prob = self.squash(mean, log_std, noise)
+            loss = (alpha * log_prob - self.q_values(self.critics, obs, actions).amin(0)).mean()
+            (gradient,) = torch.autograd.grad(loss, actor)
+            self.actor_adam.step(self.actor, gradient)
+            actor = self.actor.detach().requires_grad_()
+            mean, log_std = self.policy(actor, obs)  # for the temperature and for the next actor step
+            alpha_loss = torch.zeros_like(alpha)
+            if self.args.autotune:
+                _, log_prob = self.squash(mean.detach(), log_std.detach(), alpha_noise)
+                alpha_loss = -alpha * (log_prob - self.act_dim).mean()  # and its own derivative by log_alpha
+                self.alpha_adam.step(self.log_alpha, alpha_loss.clone())
         self.actor_losses.copy_(torch.cat((loss.detach().view(1), self.log_alpha.exp(), alpha_loss)))
 
     def replay(self):
@@ -400,35 +396,34 @@ class SAC:
         rows = self.replay()
         self.update_critics(rows, self.noise())
         if actor_turn:
-            for _ in range(self.args.policy_frequency):
-                self.update_actor(rows[:, : self.obs_dim], self.noise(), self.noise())
+            noises = [(self.noise(), self.noise()) for _ in range(self.args.policy_frequency)]
+            self.update_actor(rows[:, : self.obs_dim], noises)
         if target_turn:
             self.target_critics.lerp_(self.critics, self.args.tau)
 
     def update(self):
         """Launch one update; on CUDA it still runs when this returns."""
         turns = (self.updates % self.args.policy_frequency == 0, self.updates % self.args.target_network_frequency == 0)
-        self.updates += 1
         self.learn_on[turns]()
+        self.updates += 1
 
-    def act(self, obs, noise):
-        """Actions in the environment's units, (batch, act_dim); with noise 0.0 those of the deterministic policy."""
-        mean, log_std = self.policy(self.actor, obs)
-        return (mean + log_std.exp() * noise).tanh() * self.action_scale + self.action_bias
-
-    def store_and_act(self):
+    def store_and_act(self, noise):
         """Write the transitions in `inbox` to the ring buffer and sample actions for the observations behind them."""
         rows, obs = self.inbox.split((sum(self.columns), self.obs_dim), -1)
-        self.buffer.index_copy_(0, (self.stored + self.env_index) % self.args.buffer_size, rows)
-        self.stored += self.num_envs
-        self.actions.copy_(self.act(obs, torch.randn_like(self.actions)))
+        cursor = self.stored + torch.arange(self.num_envs, device=self.device)
+        self.buffer.index_copy_(0, cursor % self.args.buffer_size, rows)
+        self.stored.add_(self.num_envs)
+        self.actions.copy_(self.squash(*self.policy(self.actor, obs), noise)[0])
+
+    def respond(self):  # what a CUDA graph replays: the noise has to be drawn inside
+        self.store_and_act(torch.randn_like(self.actions))
 
     def observe(self, *columns):
-        """Send obs, next_obs, actions, rewards, terminated and the obs to act on, each (num_envs, ...), in one copy."""
+        """Send obs, next_obs, actions, rewards, terminated and the next obs to the device; then call `next_actions`."""
         columns = [column.reshape(self.num_envs, -1) for column in columns]
         np.concatenate(columns, axis=1, out=self.host_inbox.numpy(), casting="unsafe")
         self.inbox.copy_(self.host_inbox, non_blocking=True)
-        self.store_and_act()
+        self.respond()
         self.host_actions.copy_(self.actions, non_blocking=True)
         if self.actions_ready:
             self.actions_ready.record()
@@ -437,14 +432,16 @@ class SAC:
         """Wait for the actions that `observe` asked for, but for no update: numpy, (num_envs, act_dim)."""
         if self.actions_ready:
             self.actions_ready.synchronize()
-        return self.host_actions.numpy()
+        return (
+            self.host_actions.numpy().copy()
+        )  # an environment may keep its action, and `observe` fills the buffer anew
 
     @property
     def stage(self):
-        """What the next update does, in a word or two: "training" once all is compiled and captured."""
+        """What the next update does, in a word or two: "training" once each kind of update is compiled and captured."""
         if self.updates >= self.warmup_updates:
             return "training"
-        return "compiling" if self.compile and self.updates == 0 else "capturing" if self.cudagraphs else "warming up"
+        return " and ".join(["compiling"] * self.compile + ["capturing"] * self.cudagraphs) or "warming up"
 
     def losses(self):
         """The last update's losses by name; waits for that update."""
@@ -470,7 +467,7 @@ class SAC:
         for name, tensor in self.tensors().items():
             tensor.copy_(state[name])
         self.buffer[: len(state["buffer"])] = state["buffer"].to(self.device)
-        self.updates = state["updates"]
+        self.updates, self.warmup_updates = state["updates"], state["updates"] + self.warmup_updates
         torch.set_rng_state(state["rng"])
         if self.actions_ready and state["cuda_rng"] is not None:
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
@@ -507,24 +504,28 @@ def train(args, on_log=lambda learner, losses, step: None):
         envs.return_queue.extend(checkpoint["returns"])
     run = Run(args, folder, device, envs, step)
     actions = envs.action_space.sample()
-    while step < args.total_timesteps and not run.stop:
-        if step < args.learning_starts:
-            actions = envs.action_space.sample()
-        next_obs, rewards, terminated, _, infos = envs.step(actions)  # while, on CUDA, the last update runs
-        learner.observe(obs, final_observations(next_obs, infos), actions, rewards, terminated, next_obs)
-        obs, step = next_obs, step + args.num_envs
-        learning = step > args.learning_starts
-        run.advance(step, infos, learner.stage if learning else "exploring")
-        if learning:
-            for _ in range(args.updates_per_step):
-                learner.update()
-        actions = learner.next_actions()
-        if learning and step // args.num_envs % LOG_INTERVAL == 0:
-            losses = learner.losses()
-            run.log(losses, step)
-            on_log(learner, losses, step)
-        if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs:
-            run.save(learner, step)
+    try:
+        while step < args.total_timesteps and not run.stop:
+            if step < args.learning_starts:
+                actions = envs.action_space.sample()
+            next_obs, rewards, terminated, _, infos = envs.step(actions)  # while, on CUDA, the last update runs
+            learner.observe(obs, final_observations(next_obs, infos), actions, rewards, terminated, next_obs)
+            obs, step = next_obs, step + args.num_envs
+            learning = step > args.learning_starts
+            run.advance(step, infos, learner.stage if learning else "exploring")
+            if learning:
+                for _ in range(args.updates_per_step):
+                    learner.update()
+            actions = learner.next_actions()
+            if learning and step // args.num_envs % LOG_INTERVAL == 0:
+                losses = learner.losses()
+                run.log(losses, step)
+                on_log(learner, losses, step)
+            if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs:
+                run.save(learner, step)
+    except Exception:  # Ctrl-C reaches the C++ compiler too, which fails; nothing of its step has been executed yet
+        if not run.stop:
+            raise
     run.finish(learner, step)
     if run.stop:
         raise SystemExit(130)
@@ -532,17 +533,16 @@ def train(args, on_log=lambda learner, losses, step: None):
 
 def evaluate(args, device, video_dir):
     """Print mean and standard deviation of the return of a checkpoint's deterministic policy over whole episodes."""
-    checkpoint = load_checkpoint("evaluate", args)
     envs = make_envs(args, 1, video_dir)
     learner = SAC(args, envs, device)
-    learner.actor.copy_(checkpoint["learner"]["actor"])
+    learner.actor.copy_(load_checkpoint("evaluate", args)["learner"]["actor"])
     returns, (obs, _) = [], envs.reset(seed=args.seed)
     while len(returns) < args.eval_episodes:
-        actions = learner.act(torch.as_tensor(obs, dtype=torch.float32, device=device), noise=0.0)
+        gaussian = learner.policy(learner.actor, torch.as_tensor(obs, dtype=torch.float32, device=device))
+        actions, _ = learner.squash(*gaussian, noise=torch.zeros_like(gaussian[0]))
         obs, _, _, _, infos = envs.step(actions.cpu().numpy())
         if "episode" in infos:
             returns.append(infos["episode"]["r"][0])
-    envs.close()
     print(f"{len(returns)} episodes: mean return {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}")
 
 

@@ -14,9 +14,9 @@ TURBO = importlib.import_module("leanrl.sac_continuous_action_torchcompile")
 class Countdown(gym.Env):
     """Shows the steps since reset and the episode; rewards each step with 1; terminates or truncates after `length`."""
 
-    def __init__(self, length=3, terminates=False, low=(-1.0,), high=(1.0,), blind=False):
+    def __init__(self, length=3, terminates=False, low=(-1.0,), high=(1.0,), blind=False, dtype=np.float32):
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
-        self.action_space = gym.spaces.Box(np.float32(low), np.float32(high))
+        self.action_space = gym.spaces.Box(np.array(low, dtype), np.array(high, dtype), dtype=dtype)
         self.length, self.terminates, self.blind, self.episode = length, terminates, blind, -1
 
     def observation(self):
@@ -28,7 +28,7 @@ class Countdown(gym.Env):
         return self.observation(), {}
 
     def step(self, action):
-        assert self.action_space.contains(np.asarray(action, np.float32)), action
+        assert self.action_space.contains(action), action
         self.steps += 1
         ended = self.steps == self.length
         return self.observation(), 1.0, ended and self.terminates, ended and not self.terminates, {}
@@ -41,6 +41,7 @@ ENVIRONMENTS = {
     "BlindTruncates-v0": {"blind": True},
     "BlindTerminates-v0": {"blind": True, "terminates": True},
     "Unequal-v0": {"length": 20, **UNEQUAL},
+    "DoublePrecision-v0": {"dtype": np.float64},
     "Unbounded-v0": {"low": [-np.inf], "high": [np.inf]},
 }
 for name, kwargs in ENVIRONMENTS.items():

@@ -40,7 +40,10 @@ def test_a_real_round(tmp_path):
     assert len(rows) == 2 and not any("none" in row or "not measured" in row for row in rows)
 
 
-def test_bad_input():
+def test_bad_input(tmp_path):
+    write(tmp_path / "plain" / "1" / "run", 1)
+    done = report("--run-dir", str(tmp_path))
+    assert done.returncode == 2 and done.stderr.startswith(f"error: --run-dir {tmp_path}: it holds runs")
     for flags, choices in [(["--modes", "fast"], "plain, eager"), (["--algo", "a2c"], "sac_continuous_action")]:
         done = report(*flags)
         assert done.returncode == 2 and done.stderr.startswith(f"error: {flags[0]} {flags[1]}: choose from")

@@ -87,7 +87,7 @@ def test_recording_changes_nothing_and_replays_draw_fresh_noise():
 @pytest.mark.parametrize("autotune", [True, False])
 @pytest.mark.parametrize(("num_envs", "policy_frequency", "target_frequency"), [(1, 2, 1), (3, 1, 2)])
 def test_every_graphed_function_of_sac_replays_bit_equal(autotune, num_envs, policy_frequency, target_frequency):
-    """20 environment steps, past the end of the ring buffer, with `store_and_act` and each `learn` recorded."""
+    """20 environment steps, past the end of the ring buffer, with `respond` and each `learn` recorded."""
     kwargs = {"num_envs": num_envs, "policy_frequency": policy_frequency, "target_network_frequency": target_frequency}
     eager, graphed = (make_learner(TURBO, autotune=autotune, buffer_size=20, **kwargs) for _ in range(2))
     columns = np.random.default_rng(0)
@@ -96,7 +96,7 @@ def test_every_graphed_function_of_sac_replays_bit_equal(autotune, num_envs, pol
         learner.buffer.zero_()
         learner.observe(*start)
     state = [*graphed.tensors().values(), graphed.buffer, graphed.actions]
-    graphed.store_and_act = record(graphed.store_and_act, state)
+    graphed.respond = record(graphed.respond, state)
     graphed.learn_on = {turns: record(partial(TURBO.SAC.learn, graphed, *turns), state) for turns in graphed.learn_on}
     for i in range(20):
         row = transitions(eager, columns)

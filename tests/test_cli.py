@@ -16,7 +16,7 @@ from conftest import PLAIN, TURBO
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parent.parent
-SMALL = {"env_id": "Pendulum-v1", "learning_starts": 100, "batch_size": 32, "buffer_size": 1000}
+SMALL = {"env_id": "Pendulum-v1", "learning_starts": 100, "batch_size": 32, "buffer_size": 1000, "cuda": False}
 
 
 def flags(**kwargs):
@@ -28,9 +28,10 @@ def flags(**kwargs):
     return words
 
 
-def start(script, **kwargs):
+def start(script, start_new_session=False, **kwargs):
     command = [sys.executable, str(ROOT / "leanrl" / f"{script.SCRIPT}.py"), *flags(**SMALL | kwargs)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, **pipes, start_new_session=start_new_session)
 
 
 def run_folders(run_dir):
@@ -50,7 +51,7 @@ def train(script, run_dir, **kwargs):
 @pytest.mark.parametrize("cudagraphs", [False, True])
 @pytest.mark.parametrize("compile", [False, True])
 def test_every_mode_trains_past_learning_starts(compile, cudagraphs, tmp_path):
-    process = start(TURBO, total_timesteps=300, run_dir=tmp_path, compile=compile, cudagraphs=cudagraphs)
+    process = start(TURBO, total_timesteps=300, run_dir=tmp_path, compile=compile, cudagraphs=cudagraphs, cuda=True)
     _, errors = process.communicate()
     assert process.returncode == 0, errors
     report = summary(run_folders(tmp_path)[0])
@@ -111,44 +112,43 @@ def test_nothing_is_learnt_from_rows_that_were_never_stored(script, tmp_path, mo
     assert learner["log_alpha"].isfinite().all()
 
 
-def bad_inputs(tmp_path):
-    """Arguments that cannot work, and the flag to be named."""
+BAD_INPUTS = [
+    {"env_id": "NoSuchEnv-v0"},
+    {"env_id": "CartPole-v1"},
+    {"env_id": "FrozenLake-v1"},
+    {"env_id": "Unbounded-v0"},
+    {"total_timesteps": 0},
+    {"num_envs": 0},
+    {"batch_size": 0},
+    {"buffer_size": 1, "num_envs": 2},
+    {"learning_starts": -1},
+    {"gamma": 1.5},
+    {"tau": -0.1},
+    {"policy_lr": float("nan")},
+    {"q_lr": 0.0},
+    {"alpha": -1.0},
+    {"policy_frequency": 0},
+    {"target_network_frequency": 0},
+    {"checkpoint_interval": -5},
+    {"seed": -1},
+    {"run_dir": "{tmp}/file/runs"},
+    {"resume": "{tmp}/missing.pt"},
+    {"resume": "{tmp}/damaged.pt"},
+    {"resume": "{tmp}"},
+]
+
+
+@pytest.mark.parametrize("arguments", BAD_INPUTS, ids=str)
+def test_bad_input_gets_one_clear_line(script, arguments, tmp_path, capsys):
+    """The line names the first of the arguments."""
     (tmp_path / "damaged.pt").write_bytes(b"PK\x03\x04 not a checkpoint")
     (tmp_path / "file").touch()
-    return [
-        ({"env_id": "NoSuchEnv-v0"}, "--env-id"),
-        ({"env_id": "CartPole-v1"}, "--env-id"),
-        ({"env_id": "FrozenLake-v1"}, "--env-id"),
-        ({"env_id": "Unbounded-v0"}, "--env-id"),
-        ({"total_timesteps": 0}, "--total-timesteps"),
-        ({"num_envs": 0}, "--num-envs"),
-        ({"batch_size": 0}, "--batch-size"),
-        ({"buffer_size": 1, "num_envs": 2}, "--buffer-size"),
-        ({"learning_starts": -1}, "--learning-starts"),
-        ({"gamma": 1.5}, "--gamma"),
-        ({"tau": -0.1}, "--tau"),
-        ({"policy_lr": float("nan")}, "--policy-lr"),
-        ({"q_lr": 0.0}, "--q-lr"),
-        ({"alpha": -1.0}, "--alpha"),
-        ({"policy_frequency": 0}, "--policy-frequency"),
-        ({"target_network_frequency": 0}, "--target-network-frequency"),
-        ({"checkpoint_interval": -5}, "--checkpoint-interval"),
-        ({"seed": -1}, "--seed"),
-        ({"run_dir": str(tmp_path / "file" / "runs")}, "--run-dir"),
-        ({"resume": str(tmp_path / "missing.pt")}, "--resume"),
-        ({"resume": str(tmp_path / "damaged.pt")}, "--resume"),
-        ({"resume": str(tmp_path)}, "--resume"),
-    ]
-
-
-@pytest.mark.parametrize("case", range(22))
-def test_bad_input_gets_one_clear_line(script, case, tmp_path, capsys):
-    kwargs, flag = bad_inputs(tmp_path)[case]
+    fill = {name: v.format(tmp=tmp_path) if isinstance(v, str) else v for name, v in arguments.items()}
     with pytest.raises(SystemExit) as error:
-        script.train(script.Args(**SMALL | {"run_dir": str(tmp_path / "runs")} | kwargs))
+        script.train(script.Args(**SMALL | {"run_dir": str(tmp_path / "runs")} | fill))
     assert error.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith(f"error: {flag} {next(iter(kwargs.values()))}: "), lines
+    lines, (name, value) = capsys.readouterr().err.splitlines(), next(iter(fill.items()))
+    assert len(lines) == 1 and lines[0].startswith(f"error: --{name.replace('_', '-')} {value}: "), lines
     assert not (tmp_path / "runs").exists(), "nothing is left behind"
 
 
@@ -233,7 +233,31 @@ def test_ctrl_c_ends_the_run_with_everything_written(script, tmp_path):
     assert process.returncode == 130 and "Traceback" not in errors
     folder = run_folders(tmp_path)[0]
     step = summary(folder)["global_step"]
-    assert step == torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] > 150
+    assert step == torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] >= 150
+
+
+def test_ctrl_c_while_the_compiler_runs(tmp_path, monkeypatch):
+    """In a terminal Ctrl-C reaches the C++ compiler too; the run still ends with checkpoint and summary."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    process = start(TURBO, total_timesteps=10**6, run_dir=tmp_path / "runs", compile=True, start_new_session=True)
+    while "compiling" not in process.stderr.readline(200):
+        assert process.poll() is None
+    wait_for(lambda: list((tmp_path / "cache").rglob("*.cpp")))
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in errors
+    folder = run_folders(tmp_path / "runs")[0]
+    assert torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] == summary(folder)["global_step"]
+
+
+def test_a_checkpoint_holds_no_more_than_is_stored(script, tmp_path):
+    """200 transitions, not the room for a million."""
+    folder = train(script, tmp_path, buffer_size=10**6)
+    assert (folder / "checkpoint.pt").stat().st_size < 10 * 2**20
+
+
+def test_actions_in_double_precision(script, tmp_path):
+    train(script, tmp_path, env_id="DoublePrecision-v0")
 
 
 def test_a_checkpoint_is_replaced_whole_or_not_at_all(script, tmp_path, monkeypatch):

@@ -52,7 +52,9 @@ def test_modes_agree(mode, updates):
         results.append({name: tensor.clone() for name, tensor in learner.tensors().items()})
     for name, wanted in results[0].items():
         difference = (results[1][name] - wanted).double().norm()
-        assert difference <= (1e-5 if updates < 10 else 1e-3) * wanted.double().norm() + 1e-7, name
+        assert (
+            difference <= (1e-5 if updates == 1 else 1e-4 if updates < 10 else 1e-3) * wanted.double().norm() + 1e-7
+        ), name
     assert results[1]["critic_adam.decay"][0].item() == pytest.approx(0.9**updates)
 
 
@@ -65,7 +67,7 @@ def test_every_transition_is_stored_once(mode):
         row = transitions(learner, generator)
         sent.append(np.concatenate([column.reshape(1, -1) for column in row[:5]], 1))
         learner.observe(*row)
-    learner.next_actions()
+        learner.next_actions()
     assert int(learner.stored) == 20
     assert np.array_equal(learner.buffer[:20].cpu().numpy(), np.concatenate(sent).astype(np.float32))
 
@@ -79,11 +81,22 @@ def test_replays_draw_fresh_noise(mode):
         learner.observe(*row)
         seen.add(learner.next_actions().item())
     assert len(seen) == 12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_repeated_updates_draw_fresh_rows_and_noise(mode):
+    """From the same state, past capture, the same kind of update has another loss each time."""
+    learner = make_learner(**MODES[mode])
+    advance(learner, 30)
+    saved = {name: tensor.clone() for name, tensor in learner.tensors().items()}
     losses = set()
-    for _ in range(12):
+    for _ in range(6):
+        for name, tensor in learner.tensors().items():
+            tensor.copy_(saved[name])
+        learner.updates = 30
         learner.update()
-        losses.add(learner.losses()["qf_loss"])
-    assert len(losses) == 12
+        losses.add((learner.losses()["qf_loss"], learner.losses()["actor_loss"]))
+    assert len({loss for loss, _ in losses}) == len({loss for _, loss in losses}) == 6
 
 
 @pytest.mark.parametrize("mode", MODES)

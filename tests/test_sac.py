@@ -135,7 +135,7 @@ def test_actions_respect_each_dimensions_bounds(script):
     if script is PLAIN:
         actions = learner.act(np.random.default_rng(0).standard_normal((5000, 2)))
     else:
-        actions = learner.act(torch.randn(5000, 2), torch.randn(5000, 3)).numpy()
+        actions = learner.squash(*learner.policy(learner.actor, torch.randn(5000, 2)), torch.randn(5000, 3))[0].numpy()
     low, high = np.array([-1, -10, 0]), np.array([3, -8, 0.5])
     assert (actions >= low - 1e-5).all() and (actions <= high + 1e-5).all()
     assert np.allclose(actions.mean(0), (low + high) / 2, atol=(high - low) / 10)
@@ -146,7 +146,7 @@ def stored_rows(learner):
     """obs, next_obs and terminated of all stored transitions, numpy."""
     if hasattr(learner, "columns"):
         obs, next_obs, _, _, terminated = learner.buffer[: int(learner.stored)].split(learner.columns, 1)
-        return obs.numpy(), next_obs.numpy(), terminated.numpy()[:, 0]
+        return obs.cpu().numpy(), next_obs.cpu().numpy(), terminated.cpu().numpy()[:, 0]
     return [learner.buffer[name][: learner.stored].numpy() for name in ("obs", "next_obs", "terminated")]
 
 
@@ -211,6 +211,31 @@ def test_a_restored_learner_continues_bit_by_bit(script):
         assert torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value, name
 
 
+def test_actions_are_the_environments_to_keep():
+    """An environment may hold on to its last action; the next one must not be written over it."""
+    learner = make_learner(TURBO)
+    generator = np.random.default_rng(0)
+    learner.observe(*transitions(learner, generator))
+    first = learner.next_actions()
+    kept = first.copy()
+    learner.observe(*transitions(learner, generator))
+    assert not np.array_equal(learner.next_actions(), kept) and np.array_equal(first, kept)
+
+
+def test_stage_counts_the_updates_of_this_process():
+    """A restored learner has to compile again, and says so, however many updates it has behind it."""
+    learner = make_learner(TURBO)
+    assert learner.stage == "warming up"
+    for _ in range(learner.warmup_updates):
+        learner.observe(*transitions(learner, np.random.default_rng(0)))
+        learner.update()
+    assert learner.stage == "training"
+    restored = make_learner(TURBO)
+    restored.compile = True
+    restored.load_state_dict(learner.state_dict())
+    assert restored.stage == "compiling" and restored.updates == learner.updates
+
+
 def test_compiled_functions_have_one_graph_and_do_not_recompile():
     """`fullgraph=True` raises on a graph break; here a second kind of data, or a recompile, would raise too."""
     torch._dynamo.reset()
@@ -225,4 +250,4 @@ def test_compiled_functions_have_one_graph_and_do_not_recompile():
             learner.observe(*transitions(learner, generator))
             learner.update()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs == 2, "one for the critics, one for the actor"
+    assert graphs == 3, "acting, critics, actor"
