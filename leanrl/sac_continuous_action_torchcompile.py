@@ -360,6 +360,7 @@ class SAC:
         next_q = self.q_values(self.target_critics, next_obs, next_actions).amin(0)
         next_v = next_q - self.log_alpha.exp() * next_log_prob
         target = rewards.squeeze(-1) + (1 - terminated.squeeze(-1)) * self.args.gamma * next_v
+
         critics = self.critics.detach().requires_grad_()
         q = self.q_values(critics, obs, actions)
         loss = (q - target).square().mean(-1).sum()
@@ -432,9 +433,7 @@ class SAC:
         """Wait for the actions that `observe` asked for, but for no update: numpy, (num_envs, act_dim)."""
         if self.actions_ready:
             self.actions_ready.synchronize()
-        return (
-            self.host_actions.numpy().copy()
-        )  # an environment may keep its action, and `observe` fills the buffer anew
+        return self.host_actions.numpy().copy()  # environments may keep it, and `observe` writes the next ones there
 
     @property
     def stage(self):
@@ -503,6 +502,7 @@ def train(args, on_log=lambda learner, losses, step: None):
         envs.episode_count = checkpoint["episodes"]
         envs.return_queue.extend(checkpoint["returns"])
     run = Run(args, folder, device, envs, step)
+
     actions = envs.action_space.sample()
     try:
         while step < args.total_timesteps and not run.stop:
