@@ -360,7 +360,6 @@ class SAC:
         next_q = self.q_values(self.target_critics, next_obs, next_actions).amin(0)
         next_v = next_q - self.log_alpha.exp() * next_log_prob
         target = rewards.squeeze(-1) + (1 - terminated.squeeze(-1)) * self.args.gamma * next_v
-
         critics = self.critics.detach().requires_grad_()
         q = self.q_values(critics, obs, actions)
         loss = (q - target).square().mean(-1).sum()
@@ -502,7 +501,6 @@ def train(args, on_log=lambda learner, losses, step: None):
         envs.episode_count = checkpoint["episodes"]
         envs.return_queue.extend(checkpoint["returns"])
     run = Run(args, folder, device, envs, step)
-
     actions = envs.action_space.sample()
     try:
         while step < args.total_timesteps and not run.stop:
@@ -523,7 +521,7 @@ def train(args, on_log=lambda learner, losses, step: None):
                 on_log(learner, losses, step)
             if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs:
                 run.save(learner, step)
-    except Exception:  # Ctrl-C reaches the C++ compiler too, which fails; nothing of its step has been executed yet
+    except Exception:  # Ctrl-C reaches the C++ compiler too, which fails; the first update may lack its actor's part
         if not run.stop:
             raise
     run.finish(learner, step)
@@ -533,9 +531,10 @@ def train(args, on_log=lambda learner, losses, step: None):
 
 def evaluate(args, device, video_dir):
     """Print mean and standard deviation of the return of a checkpoint's deterministic policy over whole episodes."""
+    checkpoint = load_checkpoint("evaluate", args)
     envs = make_envs(args, 1, video_dir)
     learner = SAC(args, envs, device)
-    learner.actor.copy_(load_checkpoint("evaluate", args)["learner"]["actor"])
+    learner.actor.copy_(checkpoint["learner"]["actor"])
     returns, (obs, _) = [], envs.reset(seed=args.seed)
     while len(returns) < args.eval_episodes:
         gaussian = learner.policy(learner.actor, torch.as_tensor(obs, dtype=torch.float32, device=device))
@@ -543,6 +542,7 @@ def evaluate(args, device, video_dir):
         obs, _, _, _, infos = envs.step(actions.cpu().numpy())
         if "episode" in infos:
             returns.append(infos["episode"]["r"][0])
+    envs.close()
     print(f"{len(returns)} episodes: mean return {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}")
 
 

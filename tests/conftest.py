@@ -53,11 +53,11 @@ def script(request):
     return request.param
 
 
-def make_learner(module, seed=1, **kwargs):
+def make_learner(module, seed=1, device="cpu", **kwargs):
     """A SAC learner of `module` for Args(**kwargs), by default small and on Pendulum."""
     args = module.Args(**{"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64} | kwargs)
     torch.manual_seed(seed)
-    return module.SAC(args, module.make_envs(args, args.num_envs), torch.device("cpu"))
+    return module.SAC(args, module.make_envs(args, args.num_envs), torch.device(device))
 
 
 def transitions(learner, generator):

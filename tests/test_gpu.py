@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import TURBO, transitions
+from conftest import TURBO, make_learner, transitions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 MODES = {
@@ -14,12 +14,7 @@ MODES = {
     "cudagraphs": {"cudagraphs": True},
     "compile+cudagraphs": {"compile": True, "cudagraphs": True},
 }
-
-
-def make_learner(**kwargs):
-    args = TURBO.Args(env_id="Pendulum-v1", batch_size=64, buffer_size=200, policy_lr=3e-5, **kwargs)
-    torch.manual_seed(1)
-    return TURBO.SAC(args, TURBO.make_envs(args, args.num_envs), torch.device("cuda"))
+SMALL = {"module": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200, "policy_lr": 3e-5}
 
 
 def advance(learner, steps, seed=0):
@@ -28,7 +23,7 @@ def advance(learner, steps, seed=0):
     for _ in range(steps):
         learner.observe(*transitions(learner, generator))
         learner.update()
-        actions.append(learner.next_actions().copy())
+        actions.append(learner.next_actions())
     return np.stack(actions)
 
 
@@ -45,7 +40,7 @@ def test_modes_agree(mode, updates):
     """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
     results = []
     for kwargs in ({}, MODES[mode]):
-        learner = make_learner(**kwargs)
+        learner = make_learner(**SMALL, **kwargs)
         replay_in_order(learner)
         for _ in range(updates):
             learner.update()
@@ -60,7 +55,7 @@ def test_modes_agree(mode, updates):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_transition_is_stored_once(mode):
-    learner = make_learner(**MODES[mode])
+    learner = make_learner(**SMALL, **MODES[mode])
     generator = np.random.default_rng(0)
     sent = []
     for _ in range(20):
@@ -74,7 +69,7 @@ def test_every_transition_is_stored_once(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_replays_draw_fresh_noise(mode):
-    learner = make_learner(**MODES[mode])
+    learner = make_learner(**SMALL, **MODES[mode])
     row = transitions(learner, np.random.default_rng(0))
     seen = set()
     for _ in range(12):
@@ -86,7 +81,7 @@ def test_replays_draw_fresh_noise(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_repeated_updates_draw_fresh_rows_and_noise(mode):
     """From the same state, past capture, the same kind of update has another loss each time."""
-    learner = make_learner(**MODES[mode])
+    learner = make_learner(**SMALL, **MODES[mode])
     advance(learner, 30)
     saved = {name: tensor.clone() for name, tensor in learner.tensors().items()}
     losses = set()
@@ -102,7 +97,7 @@ def test_repeated_updates_draw_fresh_rows_and_noise(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_waits_for_actions_alone(mode):
     """In the steady loop only the event of `next_actions` synchronises, which the debug mode does not count."""
-    learner = make_learner(**MODES[mode])
+    learner = make_learner(**SMALL, **MODES[mode])
     advance(learner, 10)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -115,7 +110,7 @@ def test_the_host_waits_for_actions_alone(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_continues_in_captured_graphs(mode):
     """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
-    learner = make_learner(**MODES[mode])
+    learner = make_learner(**SMALL, **MODES[mode])
     advance(learner, 10)
     state = learner.state_dict()
     wanted = advance(learner, 5, seed=1)
