@@ -119,18 +119,21 @@ def make_envs(args, num_envs, video_dir=None):
     except (gym.error.Error, ImportError) as error:
         name = "capture_video" if video_dir is not None and args.env_id in gym.registry else "env_id"
         refuse(name, getattr(args, name), f"correct the name or install what is missing: {error}".splitlines()[0])
+    return RecordEpisodeStatistics(envs, buffer_length=20)
+
+
+def require_continuous(args, envs):
+    """Refuse environments whose observations and bounded actions are not vectors."""
     spaces = (envs.single_observation_space, envs.single_action_space)
     vectors = all(isinstance(space, gym.spaces.Box) and len(space.shape) == 1 for space in spaces)
     if not vectors or not envs.single_action_space.is_bounded():
         refuse("env_id", args.env_id, "choose an environment whose observations and bounded actions are vectors")
-    return RecordEpisodeStatistics(envs, buffer_length=20)
 
 
 def final_observations(next_obs, infos):
     """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
     if "_final_obs" in infos:
-        ended = infos["_final_obs"]
-        next_obs = next_obs.copy()
+        ended, next_obs = infos["_final_obs"], next_obs.copy()
         next_obs[ended] = np.stack(infos["final_obs"][ended])
     return next_obs
 
@@ -158,12 +161,11 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             refuse("run_dir", args.run_dir, f"name a folder that can be written ({error.strerror})")
-        packages = [p for p in ("torch", "tensordict", "gymnasium", "mujoco", "numpy") if p in sys.modules]
+        packages = [p for p in ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy") if p in sys.modules]
         self.versions = {"python": sys.version.split()[0]} | {p: sys.modules[p].__version__ for p in packages}
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        git = subprocess.run(
-            "git rev-parse HEAD", shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
-        )
+        command, here = "git rev-parse HEAD", Path(__file__).parent
+        git = subprocess.run(command, shell=True, cwd=here, capture_output=True, text=True)
         machine = {"device": self.device_name, "cores": os.cpu_count(), "git_commit": git.stdout.strip() or None}
         (folder / "config.json").write_text(json.dumps(vars(args) | {"versions": self.versions} | machine, indent=2))
         if args.track:
@@ -398,6 +400,7 @@ def train(args, on_log=lambda learner, losses, step: None):
         if buffer_size != args.buffer_size:
             refuse("buffer_size", args.buffer_size, f"the checkpoint has a buffer of {buffer_size}; give that")
     envs = make_envs(args, args.num_envs, folder / "videos" if args.capture_video else None)
+    require_continuous(args, envs)
     envs.action_space.seed(args.seed + step)
     obs, _ = envs.reset(seed=args.seed + step)
     learner = SAC(args, envs, device)

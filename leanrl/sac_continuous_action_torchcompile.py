@@ -137,18 +137,21 @@ def make_envs(args, num_envs, video_dir=None):
     except (gym.error.Error, ImportError) as error:
         name = "capture_video" if video_dir is not None and args.env_id in gym.registry else "env_id"
         refuse(name, getattr(args, name), f"correct the name or install what is missing: {error}".splitlines()[0])
+    return RecordEpisodeStatistics(envs, buffer_length=20)
+
+
+def require_continuous(args, envs):
+    """Refuse environments whose observations and bounded actions are not vectors."""
     spaces = (envs.single_observation_space, envs.single_action_space)
     vectors = all(isinstance(space, gym.spaces.Box) and len(space.shape) == 1 for space in spaces)
     if not vectors or not envs.single_action_space.is_bounded():
         refuse("env_id", args.env_id, "choose an environment whose observations and bounded actions are vectors")
-    return RecordEpisodeStatistics(envs, buffer_length=20)
 
 
 def final_observations(next_obs, infos):
     """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
     if "_final_obs" in infos:
-        ended = infos["_final_obs"]
-        next_obs = next_obs.copy()
+        ended, next_obs = infos["_final_obs"], next_obs.copy()
         next_obs[ended] = np.stack(infos["final_obs"][ended])
     return next_obs
 
@@ -176,12 +179,11 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             refuse("run_dir", args.run_dir, f"name a folder that can be written ({error.strerror})")
-        packages = [p for p in ("torch", "tensordict", "gymnasium", "mujoco", "numpy") if p in sys.modules]
+        packages = [p for p in ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy") if p in sys.modules]
         self.versions = {"python": sys.version.split()[0]} | {p: sys.modules[p].__version__ for p in packages}
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        git = subprocess.run(
-            "git rev-parse HEAD", shell=True, cwd=Path(__file__).parent, capture_output=True, text=True
-        )
+        command, here = "git rev-parse HEAD", Path(__file__).parent
+        git = subprocess.run(command, shell=True, cwd=here, capture_output=True, text=True)
         machine = {"device": self.device_name, "cores": os.cpu_count(), "git_commit": git.stdout.strip() or None}
         (folder / "config.json").write_text(json.dumps(vars(args) | {"versions": self.versions} | machine, indent=2))
         if args.track:
@@ -267,8 +269,7 @@ def unflatten(flat, shapes):
 
 def hidden_layers(x, w1, b1, w2, b2):
     """Two layers of ReLUs: (..., batch, inputs) to (..., batch, HIDDEN)."""
-    x = (x @ w1).add_(b1).relu_()
-    return (x @ w2).add_(b2).relu_()
+    return ((x @ w1).add_(b1).relu_() @ w2).add_(b2).relu_()
 
 
 class Adam:
@@ -363,8 +364,7 @@ class SAC:
         critics = self.critics.detach().requires_grad_()
         q = self.q_values(critics, obs, actions)
         loss = (q - target).square().mean(-1).sum()
-        (gradient,) = torch.autograd.grad(loss, critics)
-        self.critic_adam.step(self.critics, gradient)
+        self.critic_adam.step(self.critics, *torch.autograd.grad(loss, critics))
         self.critic_losses.copy_(torch.stack((*q.detach().mean(-1), loss.detach())))
 
     def update_actor(self, obs, noises):
@@ -375,8 +375,7 @@ class SAC:
             alpha = self.log_alpha.exp()
             actions, log_prob = self.squash(mean, log_std, noise)
             loss = (alpha * log_prob - self.q_values(self.critics, obs, actions).amin(0)).mean()
-            (gradient,) = torch.autograd.grad(loss, actor)
-            self.actor_adam.step(self.actor, gradient)
+            self.actor_adam.step(self.actor, *torch.autograd.grad(loss, actor))
             actor = self.actor.detach().requires_grad_()
             mean, log_std = self.policy(actor, obs)  # for the temperature and for the next actor step
             alpha_loss = torch.zeros_like(alpha)
@@ -420,8 +419,7 @@ class SAC:
 
     def observe(self, *columns):
         """Send obs, next_obs, actions, rewards, terminated and the next obs to the device; then call `next_actions`."""
-        columns = [column.reshape(self.num_envs, -1) for column in columns]
-        np.concatenate(columns, axis=1, out=self.host_inbox.numpy(), casting="unsafe")
+        np.concatenate([c.reshape(len(c), -1) for c in columns], 1, self.host_inbox.numpy(), casting="unsafe")
         self.inbox.copy_(self.host_inbox, non_blocking=True)
         self.respond()
         self.host_actions.copy_(self.actions, non_blocking=True)
@@ -493,6 +491,7 @@ def train(args, on_log=lambda learner, losses, step: None):
         if buffer_size != args.buffer_size:
             refuse("buffer_size", args.buffer_size, f"the checkpoint has a buffer of {buffer_size}; give that")
     envs = make_envs(args, args.num_envs, video_dir)
+    require_continuous(args, envs)
     envs.action_space.seed(args.seed + step)
     obs, _ = envs.reset(seed=args.seed + step)
     learner = SAC(args, envs, device)
