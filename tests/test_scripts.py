@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "leanrl").glob("*.py"))
-OWN = {"Args", "check_args", "train", "evaluate", "SAC"}  # differ by script; what else shares a name is a copy
+OWN = {"Args", "check_args", "train", "evaluate", "SAC", "TD3", "PPO", "DQN"}  # differ by script; what else shares a name is a copy
 THIRD_PARTY = {"gymnasium", "numpy", "tensordict", "torch", "tqdm", "tyro", "wandb"}
 CONTRACT = {"exp_name", "seed", "torch_deterministic", "cuda", "track", "wandb_project_name", "wandb_entity"}
 CONTRACT |= {"capture_video", "env_id", "total_timesteps", "num_envs", "run_dir", "checkpoint_interval", "resume"}
