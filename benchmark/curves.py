@@ -13,22 +13,23 @@ import tyro
 
 
 def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path]):
-    """Write one row per episode of all runs under `run_dir`: script, env_id, seed, step, episodic_return."""
+    """Write one row per episode of all runs under `run_dir`: exp_name, env_id, seed, step, episodic_return."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     rows = []
     for path in sorted(run_dir.rglob("summary.json")):
-        summary = json.loads(path.read_text())
-        for event in EventAccumulator(str(path.parent)).Reload().Scalars("charts/episodic_return"):
-            rows.append([summary["script"], summary["env_id"], summary["seed"], event.step, f"{event.value:.2f}"])
+        config = json.loads(path.with_name("config.json").read_text())
+        events = EventAccumulator(str(path.parent), size_guidance={"scalars": 0}).Reload()
+        for event in events.Scalars("charts/episodic_return"):
+            rows.append([config["exp_name"], config["env_id"], config["seed"], event.step, f"{event.value:.2f}"])
     with open(output, "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(
-            [["script", "env_id", "seed", "step", "episodic_return"], *sorted(rows)]
+            [["exp_name", "env_id", "seed", "step", "episodic_return"], *sorted(rows)]
         )
 
 
 def draw(data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], window: int = 5):
-    """Draw each script's seeds, as moving means over `window` episodes, and the scripts' means over seeds."""
+    """Draw each experiment's seeds, as moving means over `window` episodes, and its mean over seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -38,20 +39,20 @@ def draw(data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], w
     runs = defaultdict(lambda: ([], []))
     with open(data) as file:
         for row in csv.DictReader(file):
-            steps, returns = runs[row["script"], row["seed"]]
+            steps, returns = runs[row["exp_name"], row["seed"]]
             steps.append(int(row["step"]))
             returns.append(float(row["episodic_return"]))
             env_id = row["env_id"]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     grid = np.linspace(0, max(max(steps) for steps, _ in runs.values()), 200)
-    for i, script in enumerate(sorted({script for script, _ in runs})):
+    for i, exp_name in enumerate(sorted({exp_name for exp_name, _ in runs})):
         curves = []
         for (name, _), (steps, returns) in runs.items():
-            if name == script:
+            if name == exp_name:
                 smooth = np.convolve(returns, np.ones(window) / window, "valid")
                 axes.plot(steps[window - 1 :], smooth, color=f"C{i}", alpha=0.35, linewidth=1)
                 curves.append(np.interp(grid, steps[window - 1 :], smooth, left=np.nan))
-        axes.plot(grid, np.mean(curves, 0), color=f"C{i}", linewidth=2.5, label=f"{script}, {len(curves)} seeds")
+        axes.plot(grid, np.mean(curves, 0), color=f"C{i}", linewidth=2.5, label=f"{exp_name}, {len(curves)} seeds")
     axes.set(xlabel="environment steps", ylabel=f"episodic return, mean of {window} episodes", title=env_id)
     axes.grid(alpha=0.3)
     axes.legend()

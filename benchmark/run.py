@@ -21,11 +21,18 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 MODES = {
-    "plain": ("{algo}.py", []),
-    "eager": ("{algo}_torchcompile.py", []),
-    "compile": ("{algo}_torchcompile.py", ["--compile"]),
-    "cudagraphs": ("{algo}_torchcompile.py", ["--cudagraphs"]),
-    "compile+cudagraphs": ("{algo}_torchcompile.py", ["--compile", "--cudagraphs"]),
+    "plain": ("leanrl/{algo}.py", []),
+    "eager": ("leanrl/{algo}_torchcompile.py", []),
+    "compile": ("leanrl/{algo}_torchcompile.py", ["--compile"]),
+    "cudagraphs": ("leanrl/{algo}_torchcompile.py", ["--cudagraphs"]),
+    "compile+cudagraphs": ("leanrl/{algo}_torchcompile.py", ["--compile", "--cudagraphs"]),
+}
+PEERS = {"sb3": ("benchmark/sb3.py", [])}  # only when asked for, and only for PPO
+DEFAULTS = {  # environment and steps: warm-up and a minute or so of steady training
+    "sac_continuous_action": ("HalfCheetah-v5", 9_000),
+    "td3_continuous_action": ("HalfCheetah-v5", 30_000),
+    "ppo_continuous_action": ("HalfCheetah-v5", 60_000),
+    "dqn": ("CartPole-v1", 100_000),
 }
 
 
@@ -34,15 +41,17 @@ class Args:
     algo: str = "sac_continuous_action"
     """name of the plain script, without .py"""
     modes: tuple[str, ...] = tuple(MODES)
-    """modes to run; without a CUDA device those with cudagraphs are left out"""
+    """modes to run, and sb3 (Stable-Baselines3, PPO only); without a CUDA device those with cudagraphs are left out"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """one round of all modes for each seed"""
-    env_id: str = "HalfCheetah-v5"
-    """gymnasium environment"""
+    env_id: str | None = None
+    """gymnasium environment (by default the algorithm's in DEFAULTS)"""
     num_envs: int = 1
     """environments that step together"""
-    total_timesteps: int = 9000
-    """environment steps of each run"""
+    total_timesteps: int | None = None
+    """environment steps of each run (by default the algorithm's in DEFAULTS)"""
+    flags: str = ""
+    """more flags for the scripts, in one word: --flags="--env-backend envpool" """
     run_dir: Path = Path("runs/benchmark")
     """folder for the runs, one sub-folder per mode and seed"""
     report_only: bool = False
@@ -51,12 +60,14 @@ class Args:
 
 def run(args, mode, seed):
     """Run one mode with one seed to its end, its output in log.txt beside it."""
-    script, mode_flags = MODES[mode]
+    script, mode_flags = (MODES | PEERS)[mode]
     folder = args.run_dir / mode / str(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    common = {"env-id": args.env_id, "num-envs": args.num_envs, "total-timesteps": args.total_timesteps}
+    env_id, total_timesteps = DEFAULTS[args.algo]
+    common = {"env-id": args.env_id or env_id, "total-timesteps": args.total_timesteps or total_timesteps}
+    common |= {"num-envs": args.num_envs}
     flags = [f"--{name}={value}" for name, value in (common | {"seed": seed, "run-dir": folder}).items()]
-    command = [sys.executable, str(ROOT / "leanrl" / script.format(algo=args.algo)), *flags, *mode_flags]
+    command = [sys.executable, str(ROOT / script.format(algo=args.algo)), *flags, *mode_flags, *args.flags.split()]
     with tempfile.TemporaryDirectory() as cache, open(folder / "log.txt", "w") as log:
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
         status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
@@ -88,7 +99,7 @@ def table(summaries):
         "| mode | steps/s | ratio to plain | warm-up, s | return |",
         "|---|---|---|---|---|",
     ]
-    for mode in MODES:
+    for mode in [*MODES, *(summaries.keys() & PEERS.keys())]:
         if mode not in summaries:
             lines.append(f"| {mode} | not measured | | | |")
             continue
@@ -102,10 +113,10 @@ def table(summaries):
 
 
 def main(args):
-    unknown = set(args.modes) - MODES.keys()
-    if unknown or not (ROOT / "leanrl" / f"{args.algo}.py").exists():
+    unknown = set(args.modes) - MODES.keys() - (PEERS.keys() if args.algo == "ppo_continuous_action" else set())
+    if unknown or args.algo not in DEFAULTS:
         name, value = ("modes", " ".join(sorted(unknown))) if unknown else ("algo", args.algo)
-        print(f"error: --{name} {value}: choose from {', '.join(MODES if unknown else algorithms())}", file=sys.stderr)
+        print(f"error: --{name} {value}: choose from {', '.join(MODES if unknown else DEFAULTS)}", file=sys.stderr)
         raise SystemExit(2)
     if not args.report_only:
         if load(args.run_dir):
@@ -123,11 +134,6 @@ def main(args):
         versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
         print(f"{args.algo} on {first['env_id']}, {first['num_envs']} environment(s), {where}; {versions}\n")
     print(table(summaries))
-
-
-def algorithms():
-    """Names of the algorithms that have a plain and a turbo script."""
-    return sorted(p.stem.removesuffix("_torchcompile") for p in (ROOT / "leanrl").glob("*_torchcompile.py"))
 
 
 if __name__ == "__main__":

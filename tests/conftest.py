@@ -4,11 +4,10 @@ import importlib
 
 import gymnasium as gym
 import numpy as np
-import pytest
-import torch
 
-PLAIN = importlib.import_module("leanrl.sac_continuous_action")
-TURBO = importlib.import_module("leanrl.sac_continuous_action_torchcompile")
+ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")} | {"dqn": "dqn"}
+PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
+TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}
 
 
 class Countdown(gym.Env):
@@ -48,21 +47,9 @@ for name, kwargs in ENVIRONMENTS.items():
     gym.register(name, entry_point=Countdown, kwargs=kwargs)
 
 
-@pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
-def script(request):
-    return request.param
-
-
-def make_learner(module, seed=1, device="cpu", **kwargs):
-    """A SAC learner of `module` for Args(**kwargs), by default small and on Pendulum."""
-    args = module.Args(**{"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64} | kwargs)
-    torch.manual_seed(seed)
-    return module.SAC(args, module.make_envs(args, args.num_envs), torch.device(device))
-
-
-def transitions(learner, generator):
-    """Random columns for `SAC.observe`, that is obs, next_obs, actions, rewards, terminated and the obs to act on."""
-    n, obs_dim, act_dim = learner.num_envs, learner.obs_dim, learner.act_dim
-    normal = generator.standard_normal
-    terminated = generator.random(n) < 0.1
-    return normal((n, obs_dim)), normal((n, obs_dim)), normal((n, act_dim)), normal(n), terminated, normal((n, obs_dim))
+def leaves(state, path=""):
+    """All that is in nested dictionaries and lists, each with its path."""
+    if not isinstance(state, (dict, list)):
+        return [(path, state)]
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    return [leaf for name, value in items for leaf in leaves(value, f"{path}.{name}")]

@@ -1,12 +1,8 @@
-"""The capture emulation itself, on small functions, and on each function that the SAC script graphs."""
+"""The emulation of CUDA graph capture itself, on small functions."""
 
-from functools import partial
-
-import numpy as np
 import pytest
 import torch
 from capture import record
-from conftest import TURBO, make_learner, transitions
 
 
 class Step:
@@ -82,30 +78,3 @@ def test_recording_changes_nothing_and_replays_draw_fresh_noise():
     first = x.clone()
     replay()
     assert not torch.equal(first, x)
-
-
-@pytest.mark.parametrize("autotune", [True, False])
-@pytest.mark.parametrize(("num_envs", "policy_frequency", "target_frequency"), [(1, 2, 1), (3, 1, 2)])
-def test_every_graphed_function_of_sac_replays_bit_equal(autotune, num_envs, policy_frequency, target_frequency):
-    """20 environment steps, past the end of the ring buffer, with `respond` and each `learn` recorded."""
-    kwargs = {"num_envs": num_envs, "policy_frequency": policy_frequency, "target_network_frequency": target_frequency}
-    eager, graphed = (make_learner(TURBO, autotune=autotune, buffer_size=20, **kwargs) for _ in range(2))
-    columns = np.random.default_rng(0)
-    start = transitions(eager, columns)
-    for learner in (eager, graphed):
-        learner.buffer.zero_()
-        learner.observe(*start)
-    state = [*graphed.tensors().values(), graphed.buffer, graphed.actions]
-    graphed.respond = record(graphed.respond, state)
-    graphed.learn_on = {turns: record(partial(TURBO.SAC.learn, graphed, *turns), state) for turns in graphed.learn_on}
-    for i in range(20):
-        row = transitions(eager, columns)
-        for learner in (eager, graphed):
-            torch.manual_seed(i)
-            learner.observe(*row)
-            learner.update()
-        assert np.array_equal(eager.next_actions(), graphed.next_actions())
-        for name, tensor in eager.tensors().items():
-            assert torch.equal(tensor, graphed.tensors()[name]), (i, name)
-    assert torch.equal(eager.buffer, graphed.buffer)
-    assert not torch.equal(eager.actor, make_learner(TURBO).actor)

@@ -1,4 +1,4 @@
-"""The SAC scripts as a user runs them: flags, run directory, bad input, Ctrl-C, kill -9, resume, evaluation, video."""
+"""The scripts as a user runs them: flags, run directory, bad input, Ctrl-C, kill -9, resume, evaluation, video."""
 
 import json
 import os
@@ -10,13 +10,39 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import PLAIN, TURBO
+from conftest import PLAIN, TURBO, leaves
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parent.parent
-SMALL = {"env_id": "Pendulum-v1", "learning_starts": 100, "batch_size": 32, "buffer_size": 1000, "cuda": False}
+OFF_POLICY = {"learning_starts": 100, "batch_size": 32, "buffer_size": 1000, "cuda": False}
+SMALL = {
+    "sac": OFF_POLICY | {"env_id": "Pendulum-v1"},
+    "td3": OFF_POLICY | {"env_id": "Pendulum-v1"},
+    "ppo": {"env_id": "Pendulum-v1", "num_steps": 50, "num_minibatches": 2, "update_epochs": 2, "cuda": False},
+    "dqn": OFF_POLICY | {"env_id": "CartPole-v1"},
+}
+
+
+@pytest.fixture(params=[*PLAIN.values(), *TURBO.values()], ids=lambda module: module.SCRIPT)
+def script(request):
+    return request.param
+
+
+@pytest.fixture(params=TURBO.values(), ids=lambda module: module.SCRIPT)
+def turbo(request):
+    return request.param
+
+
+def algorithm(script):
+    return script.SCRIPT.split("_")[0]
+
+
+def small(script):
+    """Arguments with which a run takes a second."""
+    return SMALL[algorithm(script)]
 
 
 def flags(**kwargs):
@@ -29,7 +55,7 @@ def flags(**kwargs):
 
 
 def start(script, start_new_session=False, **kwargs):
-    command = [sys.executable, str(ROOT / "leanrl" / f"{script.SCRIPT}.py"), *flags(**SMALL | kwargs)]
+    command = [sys.executable, str(ROOT / "leanrl" / f"{script.SCRIPT}.py"), *flags(**small(script) | kwargs)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, **pipes, start_new_session=start_new_session)
 
@@ -44,14 +70,14 @@ def summary(folder):
 
 def train(script, run_dir, **kwargs):
     """Train in this process; returns the run's folder."""
-    script.train(script.Args(**SMALL | {"total_timesteps": 200} | kwargs, run_dir=str(run_dir)))
+    script.train(script.Args(**small(script) | {"total_timesteps": 200} | kwargs, run_dir=str(run_dir)))
     return run_folders(run_dir)[-1]
 
 
 @pytest.mark.parametrize("cudagraphs", [False, True])
 @pytest.mark.parametrize("compile", [False, True])
-def test_every_mode_trains_past_learning_starts(compile, cudagraphs, tmp_path):
-    process = start(TURBO, total_timesteps=300, run_dir=tmp_path, compile=compile, cudagraphs=cudagraphs, cuda=True)
+def test_every_mode_trains_past_learning_starts(turbo, compile, cudagraphs, tmp_path):
+    process = start(turbo, total_timesteps=300, run_dir=tmp_path, compile=compile, cudagraphs=cudagraphs, cuda=True)
     _, errors = process.communicate()
     assert process.returncode == 0, errors
     report = summary(run_folders(tmp_path)[0])
@@ -65,103 +91,182 @@ def test_every_mode_trains_past_learning_starts(compile, cudagraphs, tmp_path):
 def test_run_directory(script, tmp_path):
     folder = train(script, tmp_path, total_timesteps=500, num_envs=2)
     config, report = json.loads((folder / "config.json").read_text()), summary(folder)
-    assert vars(script.Args(**SMALL, total_timesteps=500, num_envs=2, run_dir=str(tmp_path))).items() <= config.items()
+    args = script.Args(**small(script), total_timesteps=500, num_envs=2, run_dir=str(tmp_path))
+    assert vars(args).items() <= config.items()
     assert {"versions", "device", "cores", "git_commit"} <= config.keys()
     keys = "script env_id seed num_envs device compile cudagraphs global_step episodic_return episodes steady_sps"
     assert set(f"{keys} warmup_seconds wall_seconds versions".split()) == report.keys()
-    assert report["episodes"] == 2 and report["episodic_return"] < 0
     events = EventAccumulator(str(folder)).Reload()
-    tags = set(events.Tags()["scalars"])
-    assert {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "losses/qf_loss", "losses/alpha"} <= tags
-    assert [event.value for event in events.Scalars("charts/episodic_length")] == [200, 200]
+    returns, lengths = ([event.value for event in events.Scalars(f"charts/episodic_{x}")] for x in ("return", "length"))
+    assert report["episodes"] == len(returns) == len(lengths) >= 2
+    assert report["episodic_return"] == pytest.approx(sum(returns[-20:]) / len(returns[-20:]))
+    if args.env_id == "Pendulum-v1":
+        assert lengths == [200, 200] and max(returns) < 0
+    else:
+        assert returns == lengths and sum(lengths) <= 500
+    assert "charts/SPS" in events.Tags()["scalars"]
+    assert any(name.startswith("losses/") and "loss" in name[7:] for name in events.Tags()["scalars"])
 
 
 def test_same_seed_same_numbers(script, tmp_path):
-    checkpoints = []
+    learners = []
     for seed in (3, 3, 4):
         folder = train(script, tmp_path, total_timesteps=400, seed=seed)
         checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-        checkpoints.append((checkpoint["returns"], checkpoint["learner"]["log_alpha"].item()))
-    assert checkpoints[0] == checkpoints[1] != checkpoints[2]
+        learners.append([leaf for _, leaf in leaves([checkpoint["returns"], checkpoint["learner"]])])
+    same = [
+        [
+            torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+            for a, b in zip(learners[0], other, strict=False)
+            if a is not None
+        ]
+        for other in learners[1:]
+    ]
+    assert all(same[0]) and not all(same[1])
 
 
 def test_resuming_continues_the_run(script, tmp_path):
+    """Steps, episodes, updates and, where there is one, the replay buffer count on from the first run's."""
     first = train(script, tmp_path, total_timesteps=450)
+    before = torch.load(first / "checkpoint.pt", weights_only=True)
     again = train(script, tmp_path, total_timesteps=700, resume=str(first / "checkpoint.pt"))
-    checkpoint = torch.load(again / "checkpoint.pt", weights_only=True)
-    assert checkpoint["global_step"] == 700 and checkpoint["episodes"] == 3 and len(checkpoint["returns"]) == 3
-    assert checkpoint["learner"]["updates"] == 600 and int(checkpoint["learner"]["stored"]) == 700
+    after = torch.load(again / "checkpoint.pt", weights_only=True)
+    assert (before["global_step"], after["global_step"]) == (450, 700)
+    assert after["episodes"] > before["episodes"] and after["returns"][: len(before["returns"])] == before["returns"]
+    updates = {"sac": (350, 600), "td3": (350, 600), "ppo": (9, 14), "dqn": (35, 60)}[algorithm(script)]
+    assert (before["learner"]["updates"], after["learner"]["updates"]) == updates
+    if "stored" in after["learner"]:
+        assert int(after["learner"]["stored"]) == 700
 
 
-def test_learning_starts_at_zero_and_several_updates_per_step(tmp_path):
-    folder = train(TURBO, tmp_path, total_timesteps=50, learning_starts=0, updates_per_step=3)
+@pytest.mark.parametrize("algorithm", ["sac", "td3"])
+def test_learning_starts_at_zero_and_several_updates_per_step(algorithm, tmp_path):
+    folder = train(TURBO[algorithm], tmp_path, total_timesteps=50, learning_starts=0, updates_per_step=3)
     assert torch.load(folder / "checkpoint.pt", weights_only=True)["learner"]["updates"] == 150
 
 
 def test_nothing_is_learnt_from_rows_that_were_never_stored(script, tmp_path, monkeypatch):
     """Memory that was never written holds NaN here; one row of it would spoil every parameter."""
-    empty = torch.empty
 
-    def poisoned(*size, **kwargs):
-        tensor = empty(*size, **kwargs)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+    def poison(library, is_float):
+        empty = library.empty
 
-    monkeypatch.setattr(torch, "empty", poisoned)
+        def poisoned(*size, **kwargs):
+            array = empty(*size, **kwargs)
+            if is_float(array):
+                array[...] = float("nan")
+            return array
+
+        monkeypatch.setattr(library, "empty", poisoned)
+
+    poison(torch, torch.is_floating_point)
+    poison(np, lambda array: array.dtype.kind == "f")
     folder = train(script, tmp_path, total_timesteps=300)
-    learner = torch.load(folder / "checkpoint.pt", weights_only=True)["learner"]
-    assert learner["log_alpha"].isfinite().all()
+    for path, leaf in leaves(torch.load(folder / "checkpoint.pt", weights_only=True)["learner"]):
+        assert not isinstance(leaf, torch.Tensor) or leaf.isfinite().all(), path
 
 
 BAD_INPUTS = [
     {"env_id": "NoSuchEnv-v0"},
-    {"env_id": "CartPole-v1"},
     {"env_id": "FrozenLake-v1"},
-    {"env_id": "Unbounded-v0"},
     {"total_timesteps": 0},
     {"num_envs": 0},
-    {"batch_size": 0},
-    {"buffer_size": 1, "num_envs": 2},
-    {"learning_starts": -1},
     {"gamma": 1.5},
-    {"tau": -0.1},
-    {"policy_lr": float("nan")},
-    {"q_lr": 0.0},
-    {"alpha": -1.0},
-    {"policy_frequency": 0},
-    {"target_network_frequency": 0},
     {"checkpoint_interval": -5},
+    {"measure_burnin": -1},
     {"seed": -1},
     {"run_dir": "{tmp}/file/runs"},
     {"resume": "{tmp}/missing.pt"},
     {"resume": "{tmp}/damaged.pt"},
     {"resume": "{tmp}"},
 ]
+OFF_POLICY_INPUTS = [
+    {"batch_size": 0},
+    {"buffer_size": 1, "num_envs": 2},
+    {"learning_starts": -1},
+    {"tau": -0.1},
+]
+CONTINUOUS = [{"env_id": "CartPole-v1"}, {"env_id": "Unbounded-v0"}]
+OWN_INPUTS = {
+    "sac": [
+        *OFF_POLICY_INPUTS,
+        *CONTINUOUS,
+        {"policy_lr": float("nan")},
+        {"q_lr": 0.0},
+        {"alpha": -1.0},
+        {"policy_frequency": 0},
+        {"target_network_frequency": 0},
+    ],
+    "td3": [
+        *OFF_POLICY_INPUTS,
+        *CONTINUOUS,
+        {"learning_rate": float("nan")},
+        {"policy_noise": -1.0},
+        {"exploration_noise": -1.0},
+        {"noise_clip": -1.0},
+        {"policy_frequency": 0},
+    ],
+    "ppo": [
+        *CONTINUOUS,
+        {"num_minibatches": 3},
+        {"num_minibatches": 50},
+        {"num_minibatches": 32, "num_envs": 3, "num_steps": 5},
+        {"num_steps": 0},
+        {"update_epochs": 0},
+        {"learning_rate": 0.0},
+        {"gae_lambda": 1.01},
+        {"clip_coef": 0.0},
+        {"ent_coef": -0.1},
+        {"vf_coef": float("inf")},
+        {"max_grad_norm": -1.0},
+        {"target_kl": 0.0},
+        {"env_id": "NoSuchEnv-v0", "env_backend": "envpool"},
+        {"env_backend": "envpool", "capture_video": True},
+    ],
+    "dqn": [
+        *OFF_POLICY_INPUTS,
+        {"env_id": "Pendulum-v1"},
+        {"learning_rate": 0.0},
+        {"start_e": 1.1},
+        {"end_e": -0.1},
+        {"exploration_fraction": 0.0},
+        {"train_frequency": 0},
+        {"target_network_frequency": 0},
+    ],
+}
+TURBO_INPUTS = [{"eval_episodes": 0}, {"evaluate": "{tmp}/missing.pt"}]
+CASES = [
+    pytest.param(module, arguments, id=f"{module.SCRIPT}-{arguments}")
+    for modules, more in ((PLAIN, []), (TURBO, TURBO_INPUTS))
+    for name, module in modules.items()
+    for arguments in [*BAD_INPUTS, *OWN_INPUTS[name], *more]
+]
 
 
-@pytest.mark.parametrize("arguments", BAD_INPUTS, ids=str)
+@pytest.mark.parametrize(("script", "arguments"), CASES)
 def test_bad_input_gets_one_clear_line(script, arguments, tmp_path, capsys):
     """The line names the first of the arguments."""
     (tmp_path / "damaged.pt").write_bytes(b"PK\x03\x04 not a checkpoint")
     (tmp_path / "file").touch()
     fill = {name: v.format(tmp=tmp_path) if isinstance(v, str) else v for name, v in arguments.items()}
     with pytest.raises(SystemExit) as error:
-        script.train(script.Args(**SMALL | {"run_dir": str(tmp_path / "runs")} | fill))
+        script.train(script.Args(**small(script) | {"run_dir": str(tmp_path / "runs")} | fill))
     assert error.value.code == 2
     lines, (name, value) = capsys.readouterr().err.splitlines(), next(iter(fill.items()))
     assert len(lines) == 1 and lines[0].startswith(f"error: --{name.replace('_', '-')} {value}: "), lines
     assert not (tmp_path / "runs").exists(), "nothing is left behind"
 
 
-@pytest.mark.parametrize("arguments", [{"updates_per_step": 0}, {"eval_episodes": 0}, {"evaluate": "missing.pt"}])
-def test_bad_input_of_the_turbo_script_alone(arguments, tmp_path, capsys):
+@pytest.mark.parametrize("algorithm", ["sac", "td3"])
+def test_no_updates_per_step_are_refused(algorithm, capsys):
     with pytest.raises(SystemExit) as error:
-        TURBO.train(TURBO.Args(**SMALL, **arguments))
-    assert error.value.code == 2 and f"error: {flags(**arguments)[0]} " in capsys.readouterr().err
+        TURBO[algorithm].train(TURBO[algorithm].Args(updates_per_step=0))
+    assert error.value.code == 2 and "error: --updates-per-step 0: " in capsys.readouterr().err
 
 
-def test_words_that_are_no_arguments(script, tmp_path):
+def test_words_that_are_no_arguments(turbo, tmp_path):
     for words in ({"no_such_flag": 1}, {"seed": "one"}):
-        process = start(script, **words, run_dir=tmp_path / "runs")
+        process = start(turbo, **words, run_dir=tmp_path / "runs")
         _, errors = process.communicate()
         assert process.returncode == 2 and "Traceback" not in errors
         assert flags(**words)[0] in errors
@@ -170,49 +275,53 @@ def test_words_that_are_no_arguments(script, tmp_path):
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """A small checkpoint of each script."""
-    return {s: train(s, tmp_path_factory.mktemp("runs")) / "checkpoint.pt" for s in (PLAIN, TURBO)}
+    scripts = [*PLAIN.values(), *TURBO.values()]
+    return {s.SCRIPT: train(s, tmp_path_factory.mktemp("runs")) / "checkpoint.pt" for s in scripts}
 
 
 def test_checkpoints_that_do_not_fit_are_refused(script, checkpoints, tmp_path, capsys):
-    other = {PLAIN: TURBO, TURBO: PLAIN}[script]
+    name = algorithm(script)
+    other, own = (PLAIN if script is TURBO[name] else TURBO)[name].SCRIPT, checkpoints[script.SCRIPT]
     damaged = tmp_path / "damaged.pt"
-    whole = checkpoints[script].read_bytes()
-    damaged.write_bytes(whole[: len(whole) // 2])
-    for kwargs, flag, word in [
-        ({"resume": checkpoints[other]}, "--resume", f"{other.SCRIPT}.py"),
-        ({"resume": checkpoints[script], "env_id": "Truncates-v0"}, "--resume", "Pendulum-v1"),
-        ({"resume": checkpoints[script]}, "--total-timesteps", "step 200"),
-        ({"resume": checkpoints[script], "buffer_size": 99, "total_timesteps": 500}, "--buffer-size", "1000"),
+    damaged.write_bytes(own.read_bytes()[: own.stat().st_size // 2])
+    cases = [
+        ({"resume": checkpoints[other]}, "--resume", f"{other}.py"),
+        ({"resume": own, "env_id": "Truncates-v0"}, "--resume", small(script)["env_id"]),
+        ({"resume": own}, "--total-timesteps", "step 200"),
         ({"resume": damaged}, "--resume", "intact"),
-    ]:
+    ]
+    if "buffer_size" in small(script):
+        cases.append(({"resume": own, "buffer_size": 99, "total_timesteps": 500}, "--buffer-size", "1000"))
+    for kwargs, flag, word in cases:
         with pytest.raises(SystemExit) as error:
-            script.train(script.Args(**SMALL | {"total_timesteps": 200} | kwargs))
+            script.train(script.Args(**small(script) | {"total_timesteps": 200} | kwargs))
         line = capsys.readouterr().err
         assert error.value.code == 2 and line.startswith(f"error: {flag} ") and word in line, (kwargs, line)
 
 
-def test_evaluation_is_deterministic_and_leaves_no_run(checkpoints, tmp_path, capsys, monkeypatch):
+def test_evaluation_is_deterministic_and_leaves_no_run(turbo, checkpoints, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     printed = []
     for _ in range(2):
-        TURBO.train(TURBO.Args(**SMALL, evaluate=str(checkpoints[TURBO]), eval_episodes=3))
+        path = str(checkpoints[turbo.SCRIPT])
+        turbo.train(turbo.Args(**small(turbo), evaluate=path, eval_episodes=3))
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
-    mean, deviation = re.fullmatch(
-        r"3 episodes: mean return (-?[\d.]+), standard deviation ([\d.]+)\n", printed[0]
-    ).groups()
-    assert -2000 < float(mean) < 0 <= float(deviation)
+    pattern = r"3 episodes: mean return (-?[\d.]+), standard deviation ([\d.]+)\n"
+    mean, deviation = re.fullmatch(pattern, printed[0]).groups()
+    low, high = (0, 500) if algorithm(turbo) == "dqn" else (-2000, 0)
+    assert low < float(mean) < high and float(deviation) >= 0
     assert not list(tmp_path.iterdir())
 
 
-def test_capture_video_records_mp4(script, tmp_path):
-    folder = train(script, tmp_path, total_timesteps=201, capture_video=True)
+def test_capture_video_records_mp4(turbo, tmp_path):
+    folder = train(turbo, tmp_path, total_timesteps=201, capture_video=True)
     assert [video.suffix for video in (folder / "videos").glob("*.mp4")]
 
 
-def test_track_logs_to_wandb_without_a_network(script, tmp_path, monkeypatch):
+def test_track_logs_to_wandb_without_a_network(turbo, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    process = start(script, total_timesteps=250, track=True, run_dir=tmp_path)
+    process = start(turbo, total_timesteps=250, track=True, run_dir=tmp_path)
     _, errors = process.communicate()
     assert process.returncode == 0, errors
     assert list((run_folders(tmp_path)[0] / "wandb").glob("offline-run-*"))
@@ -236,10 +345,10 @@ def test_ctrl_c_ends_the_run_with_everything_written(script, tmp_path):
     assert step == torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] >= 150
 
 
-def test_ctrl_c_while_the_compiler_runs(tmp_path, monkeypatch):
+def test_ctrl_c_while_the_compiler_runs(turbo, tmp_path, monkeypatch):
     """In a terminal Ctrl-C reaches the C++ compiler too; the run still ends with checkpoint and summary."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    process = start(TURBO, total_timesteps=10**6, run_dir=tmp_path / "runs", compile=True, start_new_session=True)
+    process = start(turbo, total_timesteps=10**6, run_dir=tmp_path / "runs", compile=True, start_new_session=True)
     while "compiling" not in process.stderr.readline(200):
         assert process.poll() is None
     wait_for(lambda: list((tmp_path / "cache").rglob("*.cpp")))
@@ -252,12 +361,14 @@ def test_ctrl_c_while_the_compiler_runs(tmp_path, monkeypatch):
 
 def test_a_checkpoint_holds_no_more_than_is_stored(script, tmp_path):
     """200 transitions, not the room for a million."""
-    folder = train(script, tmp_path, buffer_size=10**6)
+    folder = train(script, tmp_path, **{"buffer_size": 10**6} if "buffer_size" in small(script) else {})
     assert (folder / "checkpoint.pt").stat().st_size < 10 * 2**20
 
 
-def test_actions_in_double_precision(script, tmp_path):
-    train(script, tmp_path, env_id="DoublePrecision-v0")
+@pytest.mark.parametrize("name", ["sac", "td3", "ppo"])
+def test_actions_in_double_precision(name, tmp_path):
+    for script in (PLAIN[name], TURBO[name]):
+        train(script, tmp_path, env_id="DoublePrecision-v0")
 
 
 def test_a_checkpoint_is_replaced_whole_or_not_at_all(script, tmp_path, monkeypatch):
@@ -272,15 +383,15 @@ def test_a_checkpoint_is_replaced_whole_or_not_at_all(script, tmp_path, monkeypa
 
     monkeypatch.setattr(torch, "save", die_halfway)
     with pytest.raises(OSError, match="no space"):
-        train(script, tmp_path, checkpoint_interval=120, total_timesteps=400)
+        train(script, tmp_path, checkpoint_interval=150, total_timesteps=400)
     checkpoint = torch.load(run_folders(tmp_path)[0] / "checkpoint.pt", weights_only=True)
-    assert checkpoint["global_step"] == 120
+    assert checkpoint["global_step"] == 150
 
 
 def test_kill_9_leaves_a_checkpoint_to_resume_from(script, tmp_path):
-    """Five times in a row, each run resuming the one before, at a random moment of frequent checkpoints."""
+    """Times in a row, each run resuming the one before, at a random moment of frequent checkpoints."""
     step, resume = 0, {}
-    for _ in range(5):
+    for _ in range(5 if algorithm(script) == "sac" else 2):
         known = set(tmp_path.glob("*"))
         process = start(script, total_timesteps=10**6, run_dir=tmp_path, checkpoint_interval=20, **resume)
         wait_for(lambda known=known: [p for p in tmp_path.glob("*/checkpoint.pt") if p.parent not in known])

@@ -1,19 +1,44 @@
-"""The SAC learners: plain against turbo, the replay buffer, episode ends, and what resuming restores."""
+"""The SAC learners: plain against turbo, the buffer, episode ends, resuming, capture, learning, CUDA."""
 
 import io
+import json
+from functools import partial
 
+import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import PLAIN, TURBO, make_learner, transitions
+from capture import record
+from conftest import leaves
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-MODES = {"eager": {}, "compile": {"compile": True}}
+PLAIN, TURBO = conftest.PLAIN["sac"], conftest.TURBO["sac"]
+MODES = {
+    "eager": {},
+    "compile": {"compile": True},
+    "cudagraphs": {"cudagraphs": True},
+    "compile+cudagraphs": {"compile": True, "cudagraphs": True},
+}
 
 
-def layers(*modules):
-    """Weight (in, out) and bias (1, out) of linear layers, stacked over an ensemble of them if there are several."""
-    weights, biases = [m.weight.detach().T for m in modules], [m.bias.detach()[None] for m in modules]
-    return [torch.stack(x) if len(modules) > 1 else x[0] for x in (weights, biases)]
+@pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
+def script(request):
+    return request.param
+
+
+def make_learner(module, seed=1, device="cpu", **kwargs):
+    """A SAC learner of `module` for Args(**kwargs), by default small and on Pendulum."""
+    args = module.Args(**{"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64} | kwargs)
+    torch.manual_seed(seed)
+    return module.SAC(args, module.make_envs(args, args.num_envs), torch.device(device))
+
+
+def transitions(learner, generator):
+    """Random columns for `SAC.observe`, that is obs, next_obs, actions, rewards, terminated and the obs to act on."""
+    n, obs_dim, act_dim = learner.num_envs, learner.obs_dim, learner.act_dim
+    normal = generator.standard_normal
+    terminated = generator.random(n) < 0.1
+    return normal((n, obs_dim)), normal((n, obs_dim)), normal((n, act_dim)), normal(n), terminated, normal((n, obs_dim))
 
 
 def flat_actor(plain, get=lambda parameter: parameter):
@@ -77,7 +102,7 @@ def assert_learners_agree(plain, turbo, tolerance):
         assert got == pytest.approx(wanted.get(name, 0.0), rel=10 * tolerance, abs=tolerance), name
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", "compile"])
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -186,26 +211,18 @@ def test_a_restored_learner_continues_bit_by_bit(script):
                 learner.observe(row[0], row[1], row[2, :, :1], row[3, :, 0], np.zeros(1), row[1])
             learner.update()
 
-    def flat(state, prefix=""):
-        items = state.items() if isinstance(state, dict) else enumerate(state)
-        for name, value in items:
-            if isinstance(value, (dict, list)):
-                yield from flat(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", value
-
     learner = make_learner(script, buffer_size=15)
     advance(learner, seed=0)
     file = io.BytesIO()
     torch.save(learner.state_dict(), file)
     advance(learner, seed=1)
-    wanted = dict(flat(learner.state_dict()))
+    wanted = dict(leaves(learner.state_dict()))
 
     restored = make_learner(script, seed=2, buffer_size=15)
     file.seek(0)
     restored.load_state_dict(torch.load(file, weights_only=True))
     advance(restored, seed=1)
-    got = dict(flat(restored.state_dict()))
+    got = dict(leaves(restored.state_dict()))
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value, name
@@ -251,3 +268,167 @@ def test_compiled_functions_have_one_graph_and_do_not_recompile():
             learner.update()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 3, "acting, critics, actor"
+
+
+@pytest.mark.parametrize("autotune", [True, False])
+@pytest.mark.parametrize(("num_envs", "policy_frequency", "target_frequency"), [(1, 2, 1), (3, 1, 2)])
+def test_every_graphed_function_replays_bit_equal(autotune, num_envs, policy_frequency, target_frequency):
+    """20 environment steps, past the end of the ring buffer, with `respond` and each `learn` recorded."""
+    kwargs = {"num_envs": num_envs, "policy_frequency": policy_frequency, "target_network_frequency": target_frequency}
+    eager, graphed = (make_learner(TURBO, autotune=autotune, buffer_size=20, **kwargs) for _ in range(2))
+    columns = np.random.default_rng(0)
+    start = transitions(eager, columns)
+    for learner in (eager, graphed):
+        learner.buffer.zero_()
+        learner.observe(*start)
+    state = [*graphed.tensors().values(), graphed.buffer, graphed.actions]
+    graphed.respond = record(graphed.respond, state)
+    graphed.learn_on = {turns: record(partial(TURBO.SAC.learn, graphed, *turns), state) for turns in graphed.learn_on}
+    for i in range(20):
+        row = transitions(eager, columns)
+        for learner in (eager, graphed):
+            torch.manual_seed(i)
+            learner.observe(*row)
+            learner.update()
+        assert np.array_equal(eager.next_actions(), graphed.next_actions())
+        for name, tensor in eager.tensors().items():
+            assert torch.equal(tensor, graphed.tensors()[name]), (i, name)
+    assert torch.equal(eager.buffer, graphed.buffer)
+    assert not torch.equal(eager.actor, make_learner(TURBO).actor)
+
+
+def test_sac_swings_up_the_pendulum(script, tmp_path):
+    """A random policy scores about -1200, a swing-up about -130 and less when the pendulum starts near the top.
+
+    A wrong sign in a loss, or lost updates, fail here.
+    """
+    sizes = {"total_timesteps": 5000, "learning_starts": 500, "policy_lr": 1e-3}
+    script.train(script.Args(env_id="Pendulum-v1", run_dir=str(tmp_path), **sizes))
+    events = EventAccumulator(str(next(tmp_path.iterdir()))).Reload().Scalars("charts/episodic_return")
+    returns = [event.value for event in events]
+    assert np.median(returns[:5]) < -700
+    assert np.median(returns[-9:]) > -300
+
+
+def on_cuda(test):
+    """Marks a test that needs a CUDA device."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(test))
+
+
+ON_CUDA = {"module": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200, "policy_lr": 3e-5}
+
+
+def advance(learner, steps, seed=0):
+    """Step as `train` does, on random transitions; returns the actions, (steps, num_envs, act_dim)."""
+    generator, actions = np.random.default_rng(seed), []
+    for _ in range(steps):
+        learner.observe(*transitions(learner, generator))
+        learner.update()
+        actions.append(learner.next_actions())
+    return np.stack(actions)
+
+
+def replay_in_order(learner):
+    """Sample the buffer's first rows and draw no noise: then all modes see the same numbers."""
+    learner.replay = lambda: learner.buffer[: learner.args.batch_size]
+    learner.noise = lambda: torch.zeros(learner.args.batch_size, learner.act_dim, device=learner.device)
+    learner.buffer.copy_(torch.randn(learner.buffer.shape, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("updates", [1, 3, 6, 7, 50])
+@on_cuda
+def test_modes_agree(mode, updates):
+    """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
+    results = []
+    for kwargs in ({}, MODES[mode]):
+        learner = make_learner(**ON_CUDA, **kwargs)
+        replay_in_order(learner)
+        for _ in range(updates):
+            learner.update()
+        results.append({name: tensor.clone() for name, tensor in learner.tensors().items()})
+    for name, wanted in results[0].items():
+        difference = (results[1][name] - wanted).double().norm()
+        assert (
+            difference <= (1e-5 if updates == 1 else 1e-4 if updates < 10 else 1e-3) * wanted.double().norm() + 1e-7
+        ), name
+    assert results[1]["critic_adam.decay"][0].item() == pytest.approx(0.9**updates)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_cuda
+def test_every_transition_is_stored_once(mode):
+    learner = make_learner(**ON_CUDA, **MODES[mode])
+    generator = np.random.default_rng(0)
+    sent = []
+    for _ in range(20):
+        row = transitions(learner, generator)
+        sent.append(np.concatenate([column.reshape(1, -1) for column in row[:5]], 1))
+        learner.observe(*row)
+        learner.next_actions()
+    assert int(learner.stored) == 20
+    assert np.array_equal(learner.buffer[:20].cpu().numpy(), np.concatenate(sent).astype(np.float32))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_cuda
+def test_replays_draw_fresh_noise(mode):
+    learner = make_learner(**ON_CUDA, **MODES[mode])
+    row = transitions(learner, np.random.default_rng(0))
+    seen = set()
+    for _ in range(12):
+        learner.observe(*row)
+        seen.add(learner.next_actions().item())
+    assert len(seen) == 12
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_cuda
+def test_repeated_updates_draw_fresh_rows_and_noise(mode):
+    """From the same state, past capture, the same kind of update has another loss each time."""
+    learner = make_learner(**ON_CUDA, **MODES[mode])
+    advance(learner, 30)
+    saved = {name: tensor.clone() for name, tensor in learner.tensors().items()}
+    losses = set()
+    for _ in range(6):
+        for name, tensor in learner.tensors().items():
+            tensor.copy_(saved[name])
+        learner.updates = 30
+        learner.update()
+        losses.add((learner.losses()["qf_loss"], learner.losses()["actor_loss"]))
+    assert len({loss for loss, _ in losses}) == len({loss for _, loss in losses}) == 6
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_cuda
+def test_the_host_waits_for_actions_alone(mode):
+    """In the steady loop only the event of `next_actions` synchronises, which the debug mode does not count."""
+    learner = make_learner(**ON_CUDA, **MODES[mode])
+    advance(learner, 10)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        advance(learner, 10, seed=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_cuda
+def test_a_checkpoint_continues_in_captured_graphs(mode):
+    """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
+    learner = make_learner(**ON_CUDA, **MODES[mode])
+    advance(learner, 10)
+    state = learner.state_dict()
+    wanted = advance(learner, 5, seed=1)
+    learner.load_state_dict(state)
+    np.testing.assert_allclose(advance(learner, 5, seed=1), wanted, rtol=1e-4, atol=1e-4)
+
+
+@on_cuda
+def test_training_on_cuda(tmp_path):
+    args = TURBO.Args(env_id="Pendulum-v1", total_timesteps=500, learning_starts=100, run_dir=str(tmp_path))
+    args.cudagraphs = True
+    TURBO.train(args)
+    summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
+    assert summary["cudagraphs"] and summary["steady_sps"] > 0 and summary["device"] != "cpu"
