@@ -1,0 +1,560 @@
+"""The TD3 learners: plain against turbo, exploration and smoothing, the buffer, resuming, capture, learning, CUDA."""
+
+import importlib
+import io
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from capture import record
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+PLAIN = importlib.import_module("leanrl.td3_continuous_action")
+TURBO = importlib.import_module("leanrl.td3_continuous_action_torchcompile")
+MODES = {
+    "eager": {},
+    "compile": {"compile": True},
+    "cudagraphs": {"cudagraphs": True},
+    "compile+cudagraphs": {"compile": True, "cudagraphs": True},
+}
+UNEQUAL_LOW, UNEQUAL_HIGH = np.array([-1.0, -10.0, 0.0]), np.array([3.0, -8.0, 0.5])  # the bounds of Unequal-v0
+
+
+@pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
+def script(request):
+    return request.param
+
+
+def make_learner(module, seed=1, device="cpu", **kwargs):
+    """A TD3 learner of `module` for Args(**kwargs), by default small and on Pendulum."""
+    args = module.Args(**{"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64} | kwargs)
+    torch.manual_seed(seed)
+    return module.TD3(args, module.make_envs(args, args.num_envs), torch.device(device))
+
+
+def transitions(learner, generator):
+    """Random columns for `TD3.observe`, that is obs, next_obs, actions, rewards, terminated and the obs to act on."""
+    n, obs_dim, act_dim = learner.num_envs, learner.obs_dim, learner.act_dim
+    normal = generator.standard_normal
+    terminated = generator.random(n) < 0.1
+    return normal((n, obs_dim)), normal((n, obs_dim)), normal((n, act_dim)), normal(n), terminated, normal((n, obs_dim))
+
+
+def flat(networks, get=lambda parameter: parameter):
+    """Parameters of plain networks of one kind, or what `get` makes of each, in the turbo script's order."""
+    parts = []
+    for name in ("fc1", "fc2", "fc3"):
+        layers = [getattr(network, name) for network in networks]
+        parts += [torch.stack([get(x.weight).T for x in layers]), torch.stack([get(x.bias) for x in layers])]
+    return torch.cat([part.detach().flatten() for part in parts])
+
+
+def flat_networks(plain):
+    """The plain learner's networks by the names of the turbo learner's tensors."""
+    return {
+        "actor": flat([plain.actor]),
+        "critics": flat([plain.qf1, plain.qf2]),
+        "target_actor": flat([plain.actor_target]),
+        "target_critics": flat([plain.qf1_target, plain.qf2_target]),
+    }
+
+
+def feed_same_batches(plain, turbo, seed):
+    """Make both learners see the same batch at each update, and the same noise if they are seeded alike before it."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, obs_dim, act_dim = plain.args.batch_size, turbo.obs_dim, turbo.act_dim
+
+    def draw():
+        columns = {name: torch.randn(batch, obs_dim, generator=generator) for name in ("obs", "next_obs")}
+        columns["actions"] = turbo.action_bias + turbo.action_scale * torch.randn(batch, act_dim, generator=generator)
+        columns["rewards"] = torch.randn(batch, generator=generator)
+        columns["terminated"] = (torch.rand(batch, generator=generator) < 0.1).float()
+        return columns
+
+    batches = []
+    plain.sample = lambda: batches.append(draw()) or batches[-1]
+    turbo.replay = lambda: torch.cat([column.reshape(batch, -1) for column in batches[-1].values()], 1)
+
+
+def assert_learners_agree(plain, turbo, tolerance):
+    def moment(optimizer):
+        return lambda parameter: optimizer.state[parameter]["exp_avg"]
+
+    pairs = {name: (getattr(turbo, name), wanted) for name, wanted in flat_networks(plain).items()}
+    pairs["actor gradient"] = (turbo.actor_adam.m, flat([plain.actor], moment(plain.actor_optimizer)))
+    pairs["critic gradient"] = (turbo.critic_adam.m, flat([plain.qf1, plain.qf2], moment(plain.q_optimizer)))
+    for name, (got, wanted) in pairs.items():  # in norm: Adam blows up rounding where a gradient is all but zero
+        assert (got - wanted).norm() <= tolerance * wanted.norm(), name
+    losses = turbo.losses()
+    assert losses.keys() == plain.losses.keys()
+    for name, wanted in plain.losses.items():
+        assert losses[name] == pytest.approx(wanted.item(), rel=10 * tolerance, abs=tolerance), name
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"env_id": "Unequal-v0", "policy_frequency": 3, "policy_noise": 0.5, "noise_clip": 0.3, "tau": 0.1}],
+    ids=["default", "unequal bounds, other hyper-parameters"],
+)
+def test_turbo_equals_plain(mode, kwargs):
+    """From the same weights and batches losses, gradients (Adam's first moments) and weights agree, for 50 updates."""
+    plain, turbo = make_learner(PLAIN, **kwargs), make_learner(TURBO, **kwargs, **MODES[mode])
+    for name, parameters in flat_networks(plain).items():
+        getattr(turbo, name).copy_(parameters)
+    feed_same_batches(plain, turbo, seed=0)
+    for update in range(50):
+        for learner in (plain, turbo):
+            torch.manual_seed(update)
+            learner.update()
+        if update in (0, 49):
+            assert_learners_agree(plain, turbo, tolerance=1e-5 if update == 0 else 1e-4)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_turbo_acts_like_plain(mode):
+    """From the same weights and the same seed, three environments get the same noisy actions."""
+    kwargs = {"env_id": "Unequal-v0", "num_envs": 3, "exploration_noise": 0.5}
+    plain, turbo = make_learner(PLAIN, **kwargs), make_learner(TURBO, **kwargs, **MODES[mode])
+    turbo.actor.copy_(flat([plain.actor]))
+    row = transitions(turbo, np.random.default_rng(0))
+    torch.manual_seed(0)
+    wanted = plain.act(row[-1])
+    torch.manual_seed(0)
+    turbo.observe(*row)
+    np.testing.assert_allclose(turbo.next_actions(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def set_policy(learner, squashed):
+    """Make actor and target actor act alike everywhere: at `squashed`, from -1 to 1, within each dimension's bounds."""
+    before_tanh = float(np.arctanh(squashed))
+    for name in ("actor", "actor_target") if hasattr(learner, "qf1") else ("actor", "target_actor"):
+        actor = getattr(learner, name)
+        if isinstance(actor, torch.Tensor):
+            actor.zero_()[-learner.act_dim :] = before_tanh
+        else:
+            for parameter in actor.parameters():
+                parameter.data.zero_()
+            actor.fc3.bias.data.fill_(before_tanh)
+
+
+def noisy_actions(learner, count):
+    """`count` actions with exploration noise, (count, act_dim)."""
+    if hasattr(learner, "qf1"):
+        return learner.act(np.zeros((count, 2)))
+    actions = []
+    for _ in range(count):
+        learner.observe(*transitions(learner, np.random.default_rng(0)))
+        actions.append(learner.next_actions()[0])
+    return np.stack(actions)
+
+
+def smoothed_actions(learner):
+    """The next actions that one update asks the target critics about, (batch, act_dim)."""
+    seen = []
+    if hasattr(learner, "qf1"):
+        learner.store(**{name: np.ones((1, *column.shape[1:])) for name, column in learner.buffer.items()})
+        learner.qf1_target.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))
+    else:
+        learner.observe(*transitions(learner, np.random.default_rng(0)))
+        policy_with_noise = learner.policy_with_noise
+        learner.policy_with_noise = lambda *args: seen.append(policy_with_noise(*args)) or seen[-1]
+    learner.update()
+    return seen[0].numpy()
+
+
+def assert_noise_is_per_dimension(actions, deviation, largest):
+    """Noise around the middle of each dimension's bounds, in units of half their range."""
+    noise = (actions - (UNEQUAL_HIGH + UNEQUAL_LOW) / 2) / ((UNEQUAL_HIGH - UNEQUAL_LOW) / 2)
+    assert np.allclose(noise.mean(0), 0, atol=0.1 * deviation)
+    assert np.allclose(noise.std(0), deviation, rtol=0.1)
+    assert (abs(noise) <= largest + 1e-5).all() and (abs(noise).max(0) > 0.9 * min(largest, 3 * deviation)).all()
+
+
+def assert_within_bounds_that_are_reached(actions, bounds):
+    assert (actions >= UNEQUAL_LOW - 1e-6).all() and (actions <= UNEQUAL_HIGH + 1e-6).all()
+    reached = np.isclose(actions, bounds, atol=1e-6).mean(0)
+    assert (reached > 0.2).all() and (reached < 0.8).all(), "clamped where the noise leads outside, and only there"
+
+
+@pytest.mark.parametrize(("noise", "deviation"), [(0.1, 0.1), (0.3, 0.3)])
+def test_exploration_noise_is_in_each_dimensions_unit(script, noise, deviation):
+    learner = make_learner(script, env_id="Unequal-v0", exploration_noise=noise)
+    set_policy(learner, 0.0)
+    assert_noise_is_per_dimension(noisy_actions(learner, 1500), deviation, largest=1.0)
+
+
+@pytest.mark.parametrize("side", [-1, 1])
+def test_exploration_respects_each_dimensions_bounds(script, side):
+    learner = make_learner(script, env_id="Unequal-v0", exploration_noise=0.3)
+    set_policy(learner, side * 0.95)
+    actions = noisy_actions(learner, 300)
+    assert_within_bounds_that_are_reached(actions, UNEQUAL_LOW if side < 0 else UNEQUAL_HIGH)
+
+
+@pytest.mark.parametrize("env_id", ["Unequal-v0", "DoublePrecision-v0"])
+def test_environments_are_never_sent_an_action_outside_their_bounds(script, env_id, tmp_path):
+    """The environment itself asserts it, at each step."""
+    sizes = {"total_timesteps": 150, "learning_starts": 50, "batch_size": 8, "buffer_size": 150}
+    script.train(script.Args(env_id=env_id, exploration_noise=1.0, run_dir=str(tmp_path), **sizes))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "deviation", "largest"),
+    [({"policy_noise": 0.2, "noise_clip": 0.5}, 0.2, 0.5), ({"policy_noise": 10.0, "noise_clip": 0.3}, 0.3, 0.3)],
+    ids=["noise", "clip"],
+)
+def test_smoothing_noise_is_in_each_dimensions_unit(script, kwargs, deviation, largest):
+    learner = make_learner(script, env_id="Unequal-v0", batch_size=1500, **kwargs)
+    set_policy(learner, 0.0)
+    assert_noise_is_per_dimension(smoothed_actions(learner), deviation, largest)
+
+
+@pytest.mark.parametrize("side", [-1, 1])
+def test_smoothing_respects_each_dimensions_bounds(script, side):
+    learner = make_learner(script, env_id="Unequal-v0", batch_size=300, policy_noise=0.3)
+    set_policy(learner, side * 0.95)
+    assert_within_bounds_that_are_reached(smoothed_actions(learner), UNEQUAL_LOW if side < 0 else UNEQUAL_HIGH)
+
+
+def test_actor_and_targets_wait_for_their_turn(script):
+    """The first update and every third after it move them; the critics move each time."""
+    learner = make_learner(script, policy_frequency=3)
+    flats = (lambda: flat_networks(learner)) if script is PLAIN else learner.tensors
+    if script is PLAIN:
+        learner.store(**{name: torch.randn(8, *column.shape[1:]) for name, column in learner.buffer.items()})
+    else:
+        learner.buffer.normal_()
+        learner.stored.fill_(8)
+    for update in range(9):
+        before = {name: tensor.clone() for name, tensor in flats().items()}
+        learner.update()
+        after = flats()
+        assert not torch.equal(before["critics"], after["critics"])
+        for name in ("actor", "target_actor", "target_critics"):
+            assert torch.equal(before[name], after[name]) == (update % 3 != 0), (update, name)
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_ring_buffer_holds_the_newest_transitions(num_envs):
+    learner = make_learner(TURBO, num_envs=num_envs, buffer_size=10)
+    generator = np.random.default_rng(0)
+    sent = []
+    for _ in range(25):
+        row = transitions(learner, generator)
+        sent += [np.concatenate([column.reshape(num_envs, -1) for column in row[:5]], 1)]
+        learner.observe(*row)
+    newest = np.concatenate(sent)[-10:].astype(np.float32)
+    assert int(learner.stored) == 25 * num_envs
+    assert sorted(learner.buffer.tolist()) == sorted(newest.tolist())
+
+
+@pytest.mark.parametrize("filled", [1, 5, 10])
+def test_replay_draws_every_stored_row_and_no_other(filled):
+    learner = make_learner(TURBO, buffer_size=10, batch_size=500)
+    learner.buffer.copy_(torch.arange(10.0)[:, None].expand_as(learner.buffer))
+    learner.stored.fill_(filled)
+    assert set(learner.replay()[:, 0].tolist()) == set(range(filled))
+
+
+def stored_rows(learner):
+    """obs, next_obs and terminated of all stored transitions, numpy."""
+    if hasattr(learner, "columns"):
+        obs, next_obs, _, _, terminated = learner.buffer[: int(learner.stored)].split(learner.columns, 1)
+        return obs.cpu().numpy(), next_obs.cpu().numpy(), terminated.cpu().numpy()[:, 0]
+    return [learner.buffer[name][: learner.stored].numpy() for name in ("obs", "next_obs", "terminated")]
+
+
+@pytest.mark.parametrize(("env_id", "ends"), [("Truncates-v0", 0.0), ("Terminates-v0", 1.0)])
+def test_transitions_keep_the_true_last_observation_and_tell_terminal_from_truncated(script, env_id, ends, tmp_path):
+    seen = []
+    sizes = {"num_envs": 2, "total_timesteps": 400, "learning_starts": 300, "batch_size": 8, "buffer_size": 500}
+    script.train(
+        script.Args(env_id=env_id, run_dir=str(tmp_path), **sizes),
+        on_log=lambda learner, losses, step: seen.append(stored_rows(learner)),
+    )
+    obs, next_obs, terminated = seen[-1]
+    assert len(obs) == 400
+    assert (next_obs[:, 0] == obs[:, 0] + 1).all() and (next_obs[:, 1] == obs[:, 1]).all()
+    assert (terminated == ends * (next_obs[:, 0] == 3)).all()
+
+
+@pytest.mark.parametrize(("env_id", "value"), [("BlindTruncates-v0", 10.0), ("BlindTerminates-v0", 2.5)])
+def test_values_bootstrap_through_truncation_but_not_termination(script, env_id, value, tmp_path):
+    """With gamma = 0.9 and rewards of 1, V = 1 + gamma V, or V = 1 + gamma V 2/3 if every third step is the last."""
+    values = []
+    kwargs = {"gamma": 0.9, "tau": 0.2, "learning_rate": 3e-3, "batch_size": 64}
+    sizes = {"total_timesteps": 1000, "learning_starts": 100, "buffer_size": 1000}
+    args = script.Args(env_id=env_id, run_dir=str(tmp_path), **kwargs, **sizes)
+    script.train(args, on_log=lambda learner, losses, step: values.append(losses["qf1_values"]))
+    assert values[-1] == pytest.approx(value, rel=0.1)
+
+
+def test_a_restored_learner_continues_bit_by_bit(script):
+    def advance(learner, seed):
+        generator = np.random.default_rng(seed)
+        for _ in range(11):
+            row = generator.standard_normal((4, 1, 3))
+            if script is PLAIN:
+                learner.store(obs=row[0], next_obs=row[1], actions=row[2, :, :1], rewards=row[3, :, 0], terminated=[0])
+            else:
+                learner.observe(row[0], row[1], row[2, :, :1], row[3, :, 0], np.zeros(1), row[1])
+            learner.update()
+
+    def leaves(state, prefix=""):
+        items = state.items() if isinstance(state, dict) else enumerate(state)
+        for name, value in items:
+            if isinstance(value, (dict, list)):
+                yield from leaves(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", value
+
+    learner = make_learner(script, buffer_size=15)
+    advance(learner, seed=0)
+    file = io.BytesIO()
+    torch.save(learner.state_dict(), file)
+    advance(learner, seed=1)
+    wanted = dict(leaves(learner.state_dict()))
+
+    restored = make_learner(script, seed=2, buffer_size=15)
+    file.seek(0)
+    restored.load_state_dict(torch.load(file, weights_only=True))
+    advance(restored, seed=1)
+    got = dict(leaves(restored.state_dict()))
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value, name
+
+
+def test_a_resumed_learner_takes_the_learning_rate_it_is_given(script):
+    """--learning-rate has to be given again, and what is given counts."""
+    state = make_learner(script).state_dict()
+    learner = make_learner(script, learning_rate=1e-5)
+    learner.load_state_dict(state)
+    if script is PLAIN:
+        rates = [optimizer.param_groups[0]["lr"] for optimizer in (learner.actor_optimizer, learner.q_optimizer)]
+    else:
+        rates = [learner.actor_adam.lr, learner.critic_adam.lr]
+    assert rates == [1e-5, 1e-5]
+
+
+def test_actions_are_the_environments_to_keep():
+    """An environment may hold on to its last action; the next one must not be written over it."""
+    learner = make_learner(TURBO)
+    generator = np.random.default_rng(0)
+    learner.observe(*transitions(learner, generator))
+    first = learner.next_actions()
+    kept = first.copy()
+    learner.observe(*transitions(learner, generator))
+    assert not np.array_equal(learner.next_actions(), kept) and np.array_equal(first, kept)
+
+
+def test_stage_counts_the_updates_of_this_process():
+    """A restored learner has to compile again, and says so, however many updates it has behind it."""
+    learner = make_learner(TURBO)
+    assert learner.stage == "warming up" and learner.warmup_updates == 3 * 2
+    for _ in range(learner.warmup_updates):
+        learner.observe(*transitions(learner, np.random.default_rng(0)))
+        learner.update()
+    assert learner.stage == "training"
+    restored = make_learner(TURBO)
+    restored.compile = True
+    restored.load_state_dict(learner.state_dict())
+    assert restored.stage == "compiling" and restored.updates == learner.updates
+
+
+def test_compiled_functions_have_one_graph_and_do_not_recompile():
+    """`fullgraph=True` raises on a graph break; here a second kind of data, or a recompile, would raise too."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    learner = make_learner(TURBO, compile=True)
+    generator = np.random.default_rng(0)
+    for _ in range(4):
+        learner.observe(*transitions(learner, generator))
+        learner.update()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(10):
+            learner.observe(*transitions(learner, generator))
+            learner.update()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 3, "acting, critics, actor"
+
+
+@pytest.mark.parametrize(("num_envs", "policy_frequency"), [(1, 2), (3, 1), (1, 3)])
+def test_every_graphed_function_replays_bit_equal(num_envs, policy_frequency):
+    """20 environment steps, past the end of the ring buffer, with `respond` and each `learn` recorded."""
+    kwargs = {"num_envs": num_envs, "policy_frequency": policy_frequency, "buffer_size": 20}
+    eager, graphed = (make_learner(TURBO, **kwargs) for _ in range(2))
+    columns = np.random.default_rng(0)
+    start = transitions(eager, columns)
+    for learner in (eager, graphed):
+        learner.buffer.zero_()
+        learner.observe(*start)
+    state = [*graphed.tensors().values(), graphed.buffer, graphed.actions]
+    graphed.respond = record(graphed.respond, state)
+    graphed.learn_on = {turn: record(partial(TURBO.TD3.learn, graphed, turn), state) for turn in graphed.learn_on}
+    for i in range(20):
+        row = transitions(eager, columns)
+        for learner in (eager, graphed):
+            torch.manual_seed(i)
+            learner.observe(*row)
+            learner.update()
+        assert np.array_equal(eager.next_actions(), graphed.next_actions())
+        for name, tensor in eager.tensors().items():
+            assert torch.equal(tensor, graphed.tensors()[name]), (i, name)
+    assert torch.equal(eager.buffer, graphed.buffer)
+    assert not torch.equal(eager.actor, make_learner(TURBO).actor)
+
+
+def test_td3_swings_up_the_pendulum(script, tmp_path):
+    """A random policy scores about -1200, a swing-up about -130 and less when the pendulum starts near the top."""
+    kwargs = {"total_timesteps": 6000, "learning_starts": 1000, "learning_rate": 1e-3, "tau": 0.01, "batch_size": 128}
+    script.train(script.Args(env_id="Pendulum-v1", run_dir=str(tmp_path), **kwargs))
+    events = EventAccumulator(str(next(tmp_path.iterdir()))).Reload().Scalars("charts/episodic_return")
+    returns = [event.value for event in events]
+    assert np.median(returns[:5]) < -700
+    assert np.median(returns[-9:]) > -300
+
+
+def test_evaluation_prints_the_return_of_the_policy_without_noise(tmp_path, capsys):
+    sizes = {"total_timesteps": 200, "learning_starts": 100, "batch_size": 32, "buffer_size": 200}
+    TURBO.train(TURBO.Args(env_id="Pendulum-v1", run_dir=str(tmp_path), **sizes))
+    path = next(tmp_path.glob("*/checkpoint.pt"))
+    capsys.readouterr()
+    printed = []
+    for noise in (0.1, 10.0):
+        TURBO.train(TURBO.Args(env_id="Pendulum-v1", evaluate=str(path), eval_episodes=2, exploration_noise=noise))
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and printed[0].startswith("2 episodes: mean return -")
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "exploration_noise", "policy_noise", "noise_clip", "tau"])
+def test_impossible_hyper_parameters_are_refused(script, name, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        script.train(script.Args(**{name: -0.1}))
+    assert exit_.value.code == 2
+    assert f"--{name.replace('_', '-')} -0.1" in capsys.readouterr().err
+
+
+SMALL = {"module": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200}
+
+
+def gpu_test(function):
+    """Mark a test as one that needs a CUDA device."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(function))
+
+
+def advance(learner, steps, seed=0):
+    """Step as `train` does, on random transitions; returns the actions, (steps, num_envs, act_dim)."""
+    generator, actions = np.random.default_rng(seed), []
+    for _ in range(steps):
+        learner.observe(*transitions(learner, generator))
+        learner.update()
+        actions.append(learner.next_actions())
+    return np.stack(actions)
+
+
+@gpu_test
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("updates", [1, 3, 6, 7, 50])
+def test_modes_agree(mode, updates):
+    """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
+    results = []
+    for kwargs in ({}, MODES[mode]):
+        learner = make_learner(**SMALL, **kwargs, policy_noise=0.0)
+        learner.replay = lambda learner=learner: learner.buffer[: learner.args.batch_size]
+        learner.buffer.copy_(torch.randn(learner.buffer.shape, generator=torch.Generator().manual_seed(0)))
+        for _ in range(updates):
+            learner.update()
+        results.append({name: tensor.clone() for name, tensor in learner.tensors().items()})
+    tolerance = 1e-5 if updates == 1 else 1e-4 if updates < 10 else 1e-3
+    for name, wanted in results[0].items():
+        difference = (results[1][name] - wanted).double().norm()
+        assert difference <= tolerance * wanted.double().norm() + 1e-7, name
+    assert results[1]["critic_adam.decay"][0].item() == pytest.approx(0.9**updates)
+    assert results[1]["actor_adam.decay"][0].item() == pytest.approx(0.9 ** ((updates + 1) // 2))
+
+
+@gpu_test
+@pytest.mark.parametrize("mode", MODES)
+def test_every_transition_is_stored_once(mode):
+    learner = make_learner(**SMALL, **MODES[mode])
+    generator = np.random.default_rng(0)
+    sent = []
+    for _ in range(20):
+        row = transitions(learner, generator)
+        sent.append(np.concatenate([column.reshape(1, -1) for column in row[:5]], 1))
+        learner.observe(*row)
+        learner.next_actions()
+    assert int(learner.stored) == 20
+    assert np.array_equal(learner.buffer[:20].cpu().numpy(), np.concatenate(sent).astype(np.float32))
+
+
+@gpu_test
+@pytest.mark.parametrize("mode", MODES)
+def test_replays_draw_fresh_noise(mode):
+    learner = make_learner(**SMALL, **MODES[mode])
+    row = transitions(learner, np.random.default_rng(0))
+    seen = set()
+    for _ in range(12):
+        learner.observe(*row)
+        seen.add(learner.next_actions().item())
+    assert len(seen) == 12
+
+
+@gpu_test
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fixed_rows", [False, True])
+def test_repeated_updates_draw_fresh_rows_and_noise(mode, fixed_rows):
+    """From the same state, past capture, an update has another loss each time, be it for its smoothing noise alone."""
+    learner = make_learner(**SMALL, **MODES[mode])
+    if fixed_rows:
+        learner.replay = lambda: learner.buffer[: learner.args.batch_size]
+        learner.buffer.copy_(torch.randn(learner.buffer.shape, generator=torch.Generator().manual_seed(0)))
+    advance(learner, 30)
+    saved = {name: tensor.clone() for name, tensor in learner.tensors().items()}
+    losses = set()
+    for _ in range(6):
+        for name, tensor in learner.tensors().items():
+            tensor.copy_(saved[name])
+        learner.updates = 30
+        learner.update()
+        losses.add((learner.losses()["qf_loss"], learner.losses()["actor_loss"]))
+    assert len({loss for loss, _ in losses}) == len({loss for _, loss in losses}) == 6
+
+
+@gpu_test
+@pytest.mark.parametrize("mode", MODES)
+def test_the_host_waits_for_actions_alone(mode):
+    """In the steady loop only the event of `next_actions` synchronises, which the debug mode does not count."""
+    learner = make_learner(**SMALL, **MODES[mode])
+    advance(learner, 10)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        advance(learner, 10, seed=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu_test
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpoint_continues_in_captured_graphs(mode):
+    """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
+    learner = make_learner(**SMALL, **MODES[mode])
+    advance(learner, 10)
+    state = learner.state_dict()
+    wanted = advance(learner, 5, seed=1)
+    learner.load_state_dict(state)
+    np.testing.assert_allclose(advance(learner, 5, seed=1), wanted, rtol=1e-4, atol=1e-4)
+
+
+@gpu_test
+def test_training_on_cuda(tmp_path):
+    args = TURBO.Args(env_id="Pendulum-v1", total_timesteps=500, learning_starts=100, run_dir=str(tmp_path))
+    args.cudagraphs = True
+    TURBO.train(args)
+    summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
+    assert summary["cudagraphs"] and summary["steady_sps"] > 0 and summary["device"] != "cpu"
