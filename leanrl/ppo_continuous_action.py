@@ -282,7 +282,7 @@ class Normalizer:
 
     def __init__(self, num_envs, obs_dim, gamma):
         self.gamma, self.rows = gamma, np.zeros((num_envs, obs_dim + 1))  # observation and discounted return so far
-        self.count, self.mean, self.squares, self.std = np.zeros(()), *np.zeros((3, obs_dim + 1))
+        self.count, self.mean, self.squares, self.std = np.zeros(1), *np.zeros((3, obs_dim + 1))
 
     def update(self, obs, rewards=0.0, ended=False):
         """Take in a step's new observations, (num_envs, obs_dim), rewards and ends of episodes, (num_envs,)."""
@@ -290,8 +290,8 @@ class Normalizer:
         self.rows[:, -1] = self.gamma * self.rows[:, -1] + rewards
         errors = self.rows - self.mean
         self.count += len(errors)
-        self.mean += errors.sum(0) / self.count
-        self.squares += (errors * (self.rows - self.mean)).sum(0)
+        self.mean += np.add.reduce(errors) / self.count
+        self.squares += np.add.reduce(errors * (self.rows - self.mean))
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
         self.rows[ended, -1] = 0
 

@@ -228,8 +228,10 @@ def test_the_host_acts_as_the_device_would():
         mean, log_std, _ = learner.networks(learner.parameters, torch.from_numpy(obs))
         np.testing.assert_allclose(learner.mean_actions(obs), mean.numpy(), rtol=1e-4, atol=1e-6)
         learner.act(0, obs)
-        noise = (learner.host_actions[0] - mean.numpy()) / log_std.exp().numpy()
+        noise = learner.host_actions[0] - mean.numpy()
         np.testing.assert_allclose(noise, learner.host_noise[0], rtol=1e-3, atol=1e-5)
+        ratio = learner.host_noise.std((0, 1)) / log_std.exp().numpy()
+        assert ratio == pytest.approx(1, abs=0.3)
         roll_out([learner], seed=iteration)
         learner.update(1e-2)
 

@@ -1,0 +1,612 @@
+"""The DQN scripts: plain against turbo, replay, exploration, episode ends, graphs, what resuming restores, learning."""
+
+import importlib
+import io
+import json
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from capture import record
+from conftest import Countdown
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+PLAIN = importlib.import_module("leanrl.dqn")
+TURBO = importlib.import_module("leanrl.dqn_torchcompile")
+MODES = {"eager": {}, "compile": {"compile": True}}
+CUDA_MODES = MODES | {"cudagraphs": {"cudagraphs": True}, "both": {"compile": True, "cudagraphs": True}}
+ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+class DiscreteCountdown(Countdown):
+    """Countdown with `n` actions that change nothing, save that with `pays` each action is its own reward."""
+
+    def __init__(self, n=2, start=0, pays=False, **kwargs):
+        super().__init__(**kwargs)
+        self.action_space, self.pays = gym.spaces.Discrete(n, start=start), pays
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, float(action) if self.pays else reward, *rest
+
+
+ENVIRONMENTS = {
+    "DiscreteTruncates-v0": {},
+    "DiscreteTerminates-v0": {"terminates": True},
+    "BlindDiscreteTruncates-v0": {"blind": True},
+    "BlindDiscreteTerminates-v0": {"blind": True, "terminates": True},
+    "FourActions-v0": {"n": 4, "length": 20, "pays": True},
+    "CountsFromOne-v0": {"start": 1},
+}
+for name, kwargs in ENVIRONMENTS.items():
+    gym.register(name, entry_point=DiscreteCountdown, kwargs=kwargs)
+
+
+@pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
+def script(request):
+    return request.param
+
+
+def make_learner(module, seed=1, device="cpu", **kwargs):
+    """A DQN learner of `module` for Args(**kwargs), by default small."""
+    args = module.Args(**{"batch_size": 32, "buffer_size": 64} | kwargs)
+    torch.manual_seed(seed)
+    return module.DQN(args, module.make_envs(args, args.num_envs), torch.device(device))
+
+
+def transitions(generator, num_envs=1, obs_dim=4, num_actions=2):
+    """Random columns for `DQN.store`."""
+    obs, next_obs = generator.standard_normal((2, num_envs, obs_dim))
+    columns = {"obs": obs, "next_obs": next_obs, "actions": generator.integers(num_actions, size=num_envs)}
+    return columns | {"rewards": generator.standard_normal(num_envs), "terminated": generator.random(num_envs) < 0.1}
+
+
+def as_rows(columns):
+    """Columns as the rows of the turbo script's buffer: (num_envs, sum(columns)), float32."""
+    names = ("obs", "next_obs", "actions", "rewards", "terminated")
+    arrays = [np.asarray(columns[name], np.float32) for name in names]
+    return np.concatenate([array.reshape(len(array), -1) for array in arrays], 1)
+
+
+def fill(learner, rows, seed=0):
+    """Store random transitions, one vector step after the other."""
+    generator = np.random.default_rng(seed)
+    for _ in range(rows // learner.args.num_envs):
+        learner.store(**transitions(generator, learner.args.num_envs))
+
+
+def flat(network, get=lambda parameter: parameter):
+    """A plain network's parameters, or what `get` makes of each, in the turbo script's order."""
+    layers = (network.fc1, network.fc2, network.fc3)
+    return torch.cat([x.detach().flatten() for m in layers for x in (get(m.weight).T, get(m.bias))])
+
+
+def replay_in_order(learner):
+    """Let the turbo learner's updates take the buffer's first rows instead of random ones."""
+    batch = learner.args.batch_size
+    order = (torch.arange(batch, dtype=torch.float64, device=learner.device) + 0.5) / batch
+    learner.uniform = lambda: order
+    learner.stored.fill_(batch)
+
+
+def assert_learners_agree(plain, turbo, tolerance):
+    moment = flat(plain.q, lambda parameter: plain.optimizer.state[parameter]["exp_avg"])
+    pairs = {"q": (turbo.q, flat(plain.q)), "gradient": (turbo.adam.m, moment)}
+    pairs["q_target"] = turbo.q_target, flat(plain.q_target)
+    for name, (got, wanted) in pairs.items():
+        assert (got - wanted).norm() <= tolerance * wanted.norm(), name
+    for name, got in turbo.losses().items():
+        assert got == pytest.approx(plain.losses[name].item(), rel=10 * tolerance, abs=tolerance), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"env_id": "FourActions-v0", "tau": 0.3, "gamma": 0.9, "learning_rate": 1e-3}],
+    ids=["default", "four actions, soft target, other rates"],
+)
+def test_turbo_equals_plain(mode, kwargs):
+    """From equal weights and batches losses, gradients (Adam's first moments) and parameters agree for 50 updates."""
+    plain, turbo = make_learner(PLAIN, **kwargs), make_learner(TURBO, **kwargs, **MODES[mode])
+    turbo.q.copy_(flat(plain.q))
+    turbo.q_target.copy_(flat(plain.q_target))
+    replay_in_order(turbo)
+    generator = np.random.default_rng(0)
+    for update in range(50):
+        batch = transitions(generator, plain.args.batch_size, turbo.obs_dim, turbo.num_actions)
+        tensors = {name: torch.as_tensor(column).float() for name, column in batch.items()}
+        plain.sample = lambda tensors=tensors: tensors | {"actions": tensors["actions"].long()}
+        turbo.buffer[: plain.args.batch_size] = torch.from_numpy(as_rows(batch))
+        for learner in (plain, turbo):
+            learner.update()
+            if update % 7 == 0:
+                learner.update_target()
+        if update in (0, 49):
+            assert_learners_agree(plain, turbo, tolerance=1e-5 if update == 0 else 1e-4)
+
+
+@pytest.mark.parametrize(("num_envs", "train_frequency"), [(1, 10), (3, 10), (16, 10), (3, 1), (1, 100)])
+def test_ring_buffer_holds_the_newest_transitions(num_envs, train_frequency):
+    """However many steps lie between updates, and whether an update or a full block brings them to the device."""
+    size = 40
+    learner = make_learner(TURBO, num_envs=num_envs, train_frequency=train_frequency, buffer_size=size)
+    learner.buffer.fill_(torch.nan)
+    generator, sent = np.random.default_rng(0), []
+    for step in range(75):
+        sent.append(transitions(generator, num_envs))
+        learner.store(**sent[-1])
+        if step % 7 == 0:
+            learner.update()
+    learner.state_dict()
+    newest = np.concatenate([as_rows(columns) for columns in sent])[-size:]
+    assert int(learner.stored) == 75 * num_envs
+    assert sorted(learner.buffer[:size].tolist()) == sorted(newest.tolist())
+    assert learner.q.isfinite().all()
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_the_plain_ring_buffer_holds_the_newest_transitions(num_envs):
+    learner = make_learner(PLAIN, num_envs=num_envs, buffer_size=10)
+    generator, sent = np.random.default_rng(0), []
+    for _ in range(25):
+        sent.append(transitions(generator, num_envs))
+        learner.store(**sent[-1])
+    newest = np.concatenate([as_rows(columns) for columns in sent])[-10:]
+    assert sorted(as_rows(learner.buffer).tolist()) == sorted(newest.tolist())
+
+
+@pytest.mark.parametrize("filled", [1, 5, 10])
+def test_replay_draws_every_stored_row_and_no_other(script, filled):
+    """In the turbo script, where the update itself draws them, seen by a reward that is not a number."""
+    learner = make_learner(script, buffer_size=10, batch_size=500)
+    if script is PLAIN:
+        learner.buffer["rewards"][:] = np.arange(10)
+        learner.stored = filled
+        assert set(learner.sample()["rewards"].tolist()) == set(range(filled))
+        return
+    drawn = []
+    for row in range(10):
+        learner = make_learner(script, buffer_size=10, batch_size=500)
+        learner.buffer.zero_()
+        learner.buffer[row, -2] = torch.nan
+        learner.stored.fill_(filled)
+        learner.update()
+        drawn += [row] * (not np.isfinite(learner.losses()["td_loss"]))
+    assert drawn == list(range(filled))
+
+
+@pytest.mark.parametrize("train_frequency", [1, 10, 1000])
+@pytest.mark.parametrize("num_envs", [1, 3, 16])
+def test_nothing_is_learnt_from_rows_that_were_never_stored(script, num_envs, train_frequency, tmp_path, monkeypatch):
+    """Memory that was never written holds NaN here; one row of it would spoil every parameter."""
+
+    def poisoned(empty, *size, **kwargs):
+        array = empty(*size, **kwargs)
+        if array.dtype in (torch.float32, np.float32):
+            array[...] = np.nan
+        return array
+
+    monkeypatch.setattr(torch, "empty", partial(poisoned, torch.empty))
+    monkeypatch.setattr(np, "empty", partial(poisoned, np.empty))
+    sizes = {"total_timesteps": 1100, "learning_starts": 40, "buffer_size": 2000, "batch_size": 16}
+    args = script.Args(num_envs=num_envs, train_frequency=train_frequency, run_dir=str(tmp_path), **sizes)
+    script.train(args)
+    learner = torch.load(next(tmp_path.glob("*/checkpoint.pt")), weights_only=True)["learner"]
+    weights = learner["q"] if script is TURBO else learner["q"]["fc1.weight"]
+    assert weights.isfinite().all()
+    last, exploring = -(-args.total_timesteps // num_envs) * num_envs, args.learning_starts // num_envs * num_envs
+    assert learner["updates"] == last // train_frequency - exploring // train_frequency
+    assert int(learner["stored"]) == last
+
+
+def test_turns_count_the_multiples_that_a_vector_step_reaches(script):
+    for num_envs in (1, 3, 10, 16):
+        for frequency in (1, 4, 10, 500):
+            steps = range(num_envs, 60 * num_envs, num_envs)
+            assert sum(script.turns(frequency, step, num_envs) for step in steps) == steps[-1] // frequency
+            assert script.turns(frequency, 10 * frequency * num_envs, num_envs) >= 1
+
+
+def test_epsilon_falls_linearly_and_stays(script):
+    args = script.Args(total_timesteps=1000, exploration_fraction=0.5, start_e=0.9, end_e=0.1)
+    points = {0: 0.9, 1: 0.9 - 0.8 / 500, 250: 0.5, 499: 0.1 + 0.8 / 500, 500: 0.1, 501: 0.1, 10**9: 0.1}
+    assert {step: script.epsilon(step, args) for step in points} == pytest.approx(points)
+
+
+def test_a_run_explores_as_scheduled(script, tmp_path, monkeypatch):
+    """Action 3 pays most, and is all that a network of zeros with a bias for it wants; others are random ones' 3/4."""
+    taken = []
+
+    def greedy(self, obs):
+        return np.full(len(obs), 3)
+
+    def step(self, action, step=DiscreteCountdown.step):
+        taken.append(int(action))
+        return step(self, action)
+
+    monkeypatch.setattr(script.DQN, "greedy", greedy)
+    monkeypatch.setattr(DiscreteCountdown, "step", step)
+    sizes = {"total_timesteps": 12_000, "learning_starts": 11_990, "num_envs": 4, "end_e": 0.2}
+    script.train(script.Args(env_id="FourActions-v0", run_dir=str(tmp_path), **sizes))
+    taken = np.array(taken)
+    for first, last, rate in [(0, 600, 0.96), (2700, 3300, 0.6), (5400, 6000, 0.24), (6000, 12_000, 0.2)]:
+        random = np.mean(taken[first:last] != 3) / 0.75
+        assert random == pytest.approx(rate, abs=4 * (0.25 / (last - first)) ** 0.5 / 0.75), (first, last)
+    assert set(taken.tolist()) == {0, 1, 2, 3}
+
+
+def test_act_is_greedy_in_the_newest_weights(script):
+    learner = make_learner(script, env_id="FourActions-v0", num_envs=8, learning_rate=0.01)
+    generator = np.random.default_rng(0)
+    obs = generator.standard_normal((8, 2)).astype(np.float32)
+    decisions = []
+    for _ in range(30):
+        learner.store(**transitions(generator, 8, 2, 4))
+        learner.update()
+        if script is PLAIN:
+            values = learner.q(torch.from_numpy(obs))
+        else:
+            values = TURBO.action_values(TURBO.unflatten(learner.q, learner.shapes), torch.from_numpy(obs).T).T
+        decisions.append(learner.act(obs, 0.0).tolist())
+        assert decisions[-1] == values.argmax(1).tolist()
+    assert len(set(map(str, decisions))) > 3, "the weights matter"
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
+def test_each_environment_explores_by_itself(script, epsilon):
+    learner = make_learner(script, env_id="FourActions-v0", num_envs=10)
+    learner.greedy = lambda obs: np.full(len(obs), 3)
+    actions = np.stack([learner.act(np.zeros((10, 2)), epsilon) for _ in range(1000)])
+    assert np.bincount(actions.flatten(), minlength=4) / actions.size == pytest.approx(
+        [epsilon / 4] * 3 + [1 - epsilon * 3 / 4], abs=0.02
+    )
+    assert ((actions != actions[:, :1]).any(1).mean() > 0.5) == (epsilon > 0)
+
+
+def test_actions_are_the_environments_to_keep(script):
+    """An environment may hold on to its last actions; the next ones must not be written over them."""
+    learner = make_learner(script, num_envs=20)
+    obs = np.random.default_rng(0).standard_normal((20, 4)).astype(np.float32)
+    first = learner.act(obs, 0.5)
+    kept = first.copy()
+    assert not np.array_equal(learner.act(-obs, 0.5), kept) and np.array_equal(first, kept)
+
+
+@pytest.mark.parametrize(("num_envs", "train_frequency", "target_frequency"), [(1, 10, 50), (3, 10, 25), (16, 10, 8)])
+def test_the_target_network_follows_at_its_own_frequency(script, num_envs, train_frequency, target_frequency, tmp_path):
+    """Counted in environment steps from the first one on, after learning starts; after the updates of its step."""
+    calls, args = [], {"train_frequency": train_frequency, "target_network_frequency": target_frequency}
+    update, update_target = script.DQN.update, script.DQN.update_target
+    sizes = {"num_envs": num_envs, "total_timesteps": 480, "learning_starts": 100, "batch_size": 8, "buffer_size": 500}
+
+    class Watched(script.DQN):
+        def store(self, **columns):
+            calls.append([])
+            super().store(**columns)
+
+        def update(self):
+            calls[-1].append("update")
+            update(self)
+
+        def update_target(self):
+            calls[-1].append("target")
+            update_target(self)
+
+    original, script.DQN = script.DQN, Watched
+    try:
+        script.train(script.Args(env_id="DiscreteTruncates-v0", run_dir=str(tmp_path), **sizes, **args))
+    finally:
+        script.DQN = original
+    for i, call in enumerate(calls):
+        reached = range(i * num_envs + 1, (i + 1) * num_envs + 1)
+        learning = (i + 1) * num_envs > 100
+        updates = learning * sum(step % train_frequency == 0 for step in reached)
+        target = learning and any(step % target_frequency == 0 for step in reached)
+        assert call == ["update"] * updates + ["target"] * target, i
+
+
+def test_the_target_network_moves_by_tau(script):
+    for tau in (0.25, 1.0):
+        learner = make_learner(script, tau=tau)
+        fill(learner, 32)
+        get = flat if script is PLAIN else torch.clone
+        start = get(learner.q_target)
+        learner.update()
+        assert torch.equal(get(learner.q_target), start) and not torch.equal(get(learner.q), start)
+        learner.update_target()
+        torch.testing.assert_close(get(learner.q_target), start + tau * (get(learner.q) - start))
+    assert torch.equal(get(learner.q_target), get(learner.q))
+
+
+def stored_rows(learner):
+    """obs, next_obs and terminated of all stored transitions, numpy."""
+    if hasattr(learner, "columns"):
+        learner.state_dict()
+        obs, next_obs, _, _, terminated = learner.buffer[: int(learner.stored)].split(learner.columns, 1)
+        return obs.numpy(), next_obs.numpy(), terminated[:, 0].numpy()
+    return [learner.buffer[name][: learner.stored] for name in ("obs", "next_obs", "terminated")]
+
+
+@pytest.mark.parametrize(("env_id", "ends"), [("DiscreteTruncates-v0", 0.0), ("DiscreteTerminates-v0", 1.0)])
+def test_transitions_keep_the_true_last_observation_and_tell_terminal_from_truncated(script, env_id, ends, tmp_path):
+    seen = []
+    sizes = {"num_envs": 2, "total_timesteps": 400, "learning_starts": 300, "batch_size": 8, "buffer_size": 500}
+    script.train(
+        script.Args(env_id=env_id, run_dir=str(tmp_path), **sizes),
+        on_log=lambda learner, losses, step: seen.append(stored_rows(learner)),
+    )
+    obs, next_obs, terminated = seen[-1]
+    assert len(obs) == 400
+    assert (next_obs[:, 0] == obs[:, 0] + 1).all() and (next_obs[:, 1] == obs[:, 1]).all()
+    assert (terminated == ends * (next_obs[:, 0] == 3)).all()
+
+
+@pytest.mark.parametrize(("end", "value"), [("Truncates", 10.0), ("Terminates", 2.5)])
+def test_values_bootstrap_through_truncation_but_not_termination(script, end, value, tmp_path):
+    """With gamma = 0.9 and rewards of 1, V = 1 + gamma V, or V = 1 + gamma V 2/3 if every third step is the last."""
+    values = []
+    kwargs = {"gamma": 0.9, "learning_rate": 3e-3, "train_frequency": 1, "target_network_frequency": 5}
+    sizes = {"total_timesteps": 1000, "learning_starts": 100, "buffer_size": 1000, "batch_size": 64}
+    args = script.Args(env_id=f"BlindDiscrete{end}-v0", run_dir=str(tmp_path), **kwargs, **sizes)
+    script.train(args, on_log=lambda learner, losses, step: values.append(losses["q_values"]))
+    assert values[-1] == pytest.approx(value, rel=0.1)
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_a_restored_learner_continues_bit_by_bit(script, num_envs):
+    def advance(learner, seed):
+        generator, actions = np.random.default_rng(seed), []
+        for step in range(25):
+            actions.append(learner.act(generator.standard_normal((num_envs, 4)), 0.5).tolist())
+            learner.store(**transitions(generator, num_envs))
+            if step % 4 == 0:
+                learner.update()
+        return actions
+
+    def leaves(state, prefix=""):
+        for name, value in state.items() if isinstance(state, dict) else enumerate(state):
+            if isinstance(value, (dict, list)):
+                yield from leaves(value, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", value
+
+    learner = make_learner(script, num_envs=num_envs, buffer_size=15)
+    advance(learner, seed=0)
+    file = io.BytesIO()
+    torch.save(learner.state_dict(), file)
+    wanted_actions = advance(learner, seed=1)
+    wanted = dict(leaves(learner.state_dict()))
+
+    restored = make_learner(script, seed=2, num_envs=num_envs, buffer_size=15)
+    file.seek(0)
+    restored.load_state_dict(torch.load(file, weights_only=True))
+    assert advance(restored, seed=1) == wanted_actions
+    got = dict(leaves(restored.state_dict()))
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value, name
+
+
+def test_a_checkpoint_in_mid_block_loses_no_transition():
+    learner = make_learner(TURBO)
+    generator = np.random.default_rng(0)
+    sent = [transitions(generator) for _ in range(13)]
+    for columns in sent:
+        learner.store(**columns)
+    state = learner.state_dict()
+    assert int(state["stored"]) == 13
+    assert np.array_equal(state["buffer"].numpy(), np.concatenate([as_rows(columns) for columns in sent]))
+
+
+def test_resuming_continues_the_run(script, tmp_path):
+    sizes = {"env_id": "FourActions-v0", "learning_starts": 100, "batch_size": 32, "buffer_size": 1000}
+    for steps, resume in ((455, None), (700, "checkpoint.pt")):
+        resume = resume and str(next(tmp_path.glob("*/checkpoint.pt")))
+        script.train(script.Args(total_timesteps=steps, resume=resume, run_dir=str(tmp_path), **sizes))
+    newest = max(tmp_path.iterdir(), key=lambda folder: folder.stat().st_mtime)
+    checkpoint = torch.load(newest / "checkpoint.pt", weights_only=True)
+    assert checkpoint["global_step"] == 700 and checkpoint["episodes"] == 22 + 12
+    assert checkpoint["learner"]["updates"] == 60 and int(checkpoint["learner"]["stored"]) == 700
+
+
+def test_same_seed_same_numbers(script, tmp_path):
+    returns, sizes = [], {"total_timesteps": 600, "learning_starts": 100}
+    for run, seed in enumerate((3, 3, 4)):
+        script.train(script.Args(seed=seed, run_dir=str(tmp_path / str(run)), **sizes))
+        events = EventAccumulator(str(next((tmp_path / str(run)).iterdir()))).Reload()
+        returns.append([events.Scalars(tag)[-1].value for tag in ("losses/td_loss", "charts/episodic_return")])
+    assert returns[0] == returns[1] != returns[2]
+
+
+def test_stage_counts_the_updates_of_this_process():
+    """A restored learner has to compile again, and says so, however many updates it has behind it."""
+    learner = make_learner(TURBO)
+    assert learner.stage == "warming up"
+    fill(learner, 5)
+    for _ in range(learner.warmup_updates):
+        learner.update()
+    assert learner.stage == "training"
+    restored = make_learner(TURBO)
+    restored.compile = True
+    restored.load_state_dict(learner.state_dict())
+    assert restored.stage == "compiling" and restored.updates == learner.updates
+
+
+def test_compiled_functions_have_one_graph_and_do_not_recompile():
+    """`fullgraph=True` raises on a graph break; here a second kind of data, or a recompile, would raise too."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    learner = make_learner(TURBO, compile=True)
+    fill(learner, 25)
+    for _ in range(2):
+        learner.update()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(10):
+            fill(learner, step, seed=step)
+            learner.update()
+            learner.update_target()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 16])
+def test_the_graphed_function_replays_bit_equal(num_envs):
+    """20 updates, with a varying number of new transitions, past the end of the ring buffer."""
+    eager, graphed = (make_learner(TURBO, num_envs=num_envs) for _ in range(2))
+    for learner in (eager, graphed):
+        learner.buffer.zero_()
+        fill(learner, num_envs)
+        learner.ship()
+        learner.store_inbox()
+    graphed.learn = record(graphed.learn, [*graphed.tensors().values(), graphed.buffer])
+    for i in range(20):
+        for learner in (eager, graphed):
+            torch.manual_seed(i)
+            fill(learner, i % 4 * num_envs, seed=i)
+            learner.update()
+            if i % 6 == 0:
+                learner.update_target()
+        for name, tensor in eager.tensors().items():
+            assert torch.equal(tensor, graphed.tensors()[name]), (i, name)
+    assert torch.equal(eager.buffer, graphed.buffer)
+    assert int(eager.stored) == 31 * num_envs
+    assert not torch.equal(eager.q, make_learner(TURBO).q)
+
+
+BAD_INPUTS = [
+    {"env_id": "Pendulum-v1"},
+    {"env_id": "FrozenLake-v1"},
+    {"env_id": "CountsFromOne-v0"},
+    {"train_frequency": 0},
+    {"target_network_frequency": 0},
+    {"buffer_size": 1, "num_envs": 2},
+    {"start_e": 1.1},
+    {"end_e": -0.1},
+    {"exploration_fraction": 0.0},
+    {"learning_rate": float("nan")},
+    {"tau": 2.0},
+]
+
+
+@pytest.mark.parametrize("arguments", BAD_INPUTS, ids=str)
+def test_bad_input_gets_one_clear_line(script, arguments, tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        script.train(script.Args(**{"run_dir": str(tmp_path / "runs")} | arguments))
+    assert error.value.code == 2
+    lines, (name, value) = capsys.readouterr().err.splitlines(), next(iter(arguments.items()))
+    assert len(lines) == 1 and lines[0].startswith(f"error: --{name.replace('_', '-')} {value}: "), lines
+    assert not (tmp_path / "runs").exists(), "nothing is left behind"
+
+
+def test_cartpole_learns_and_evaluates(script, tmp_path, capsys):
+    """A random policy balances for about 20 steps. A wrong sign in the loss stays there."""
+    sizes = {"total_timesteps": 25_000, "learning_starts": 1000, "exploration_fraction": 0.3}
+    rates = {"learning_rate": 1e-3, "train_frequency": 4, "target_network_frequency": 200}
+    script.train(script.Args(run_dir=str(tmp_path), **sizes, **rates))
+    folder = next(tmp_path.iterdir())
+    returns = [event.value for event in EventAccumulator(str(folder)).Reload().Scalars("charts/episodic_return")]
+    assert np.median(returns[:20]) < 40
+    assert np.mean(returns[-20:]) > 120
+    if script is TURBO:
+        capsys.readouterr()
+        TURBO.train(TURBO.Args(evaluate=str(folder / "checkpoint.pt"), eval_episodes=5))
+        printed = capsys.readouterr().out
+        assert printed.startswith("5 episodes: mean return ") and float(printed.split()[4].strip(",")) > 120
+
+
+def advance(learner, updates, seed=0):
+    """Act, store and update as `train` does, on random transitions; returns the actions."""
+    generator, actions = np.random.default_rng(seed), []
+    for _ in range(updates):
+        for _ in range(10):
+            actions.append(learner.act(generator.standard_normal((1, 4)), 0.1))
+            learner.store(**transitions(generator))
+        learner.update()
+    return np.concatenate(actions)
+
+
+CUDA = {"module": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200}
+
+
+@pytest.mark.parametrize("mode", CUDA_MODES)
+@pytest.mark.parametrize("updates", [1, 2, 3, 4, 50])
+class TestOnCuda:
+    pytestmark = ON_CUDA
+
+    def test_modes_agree(self, mode, updates):
+        """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
+        results = []
+        for kwargs in ({}, CUDA_MODES[mode]):
+            learner = make_learner(**CUDA, **kwargs)
+            learner.buffer.copy_(torch.randn(learner.buffer.shape, generator=torch.Generator().manual_seed(0)))
+            learner.buffer[:, 8] = (learner.buffer[:, 8] > 0).float()
+            replay_in_order(learner)
+            for _ in range(updates):
+                learner.update()
+            learner.wait()
+            assert torch.equal(learner.host_q, learner.q.cpu())
+            results.append({name: tensor.clone() for name, tensor in learner.tensors().items()})
+        for name, wanted in results[0].items():
+            difference = (results[1][name] - wanted).double().norm()
+            tolerance = 1e-5 if updates == 1 else 1e-4 if updates < 10 else 1e-3
+            assert difference <= tolerance * wanted.double().norm() + 1e-7, name
+        assert results[1]["adam.decay"][0].item() == pytest.approx(0.9**updates)
+
+    def test_every_transition_is_stored_once(self, mode, updates):
+        learner = make_learner(**CUDA, **CUDA_MODES[mode])
+        generator, sent = np.random.default_rng(0), []
+        for step in range(4 * updates):
+            sent.append(transitions(generator))
+            learner.store(**sent[-1])
+            for _ in range(2 * (step % 4 == 3)):
+                learner.update()
+        assert int(learner.stored) == 4 * updates
+        rows = np.concatenate([as_rows(columns) for columns in sent])
+        assert np.array_equal(learner.buffer[: 4 * updates].cpu().numpy(), rows)
+
+    def test_replays_draw_fresh_rows(self, mode, updates):
+        learner = make_learner(**CUDA, **CUDA_MODES[mode])
+        advance(learner, 5)
+        saved, losses = {name: tensor.clone() for name, tensor in learner.tensors().items()}, set()
+        for _ in range(updates):
+            for name, tensor in learner.tensors().items():
+                tensor.copy_(saved[name])
+            learner.update()
+            losses.add(learner.losses()["td_loss"])
+        assert len(losses) == updates
+
+
+@pytest.mark.parametrize("mode", CUDA_MODES)
+class TestTheLoopOnCuda:
+    pytestmark = ON_CUDA
+
+    def test_the_host_waits_for_weights_alone(self, mode):
+        """In the steady loop only the event of `wait` synchronises, which the debug mode does not count."""
+        learner = make_learner(**CUDA, **CUDA_MODES[mode])
+        advance(learner, 10)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            advance(learner, 10, seed=1)
+            learner.update_target()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_a_checkpoint_continues_in_captured_graphs(self, mode):
+        """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
+        learner = make_learner(**CUDA, **CUDA_MODES[mode])
+        advance(learner, 10)
+        state = learner.state_dict()
+        wanted_actions, wanted = advance(learner, 5, seed=1), learner.q.clone()
+        learner.load_state_dict(state)
+        actions = advance(learner, 5, seed=1)
+        assert np.mean(actions == wanted_actions) > 0.9
+        torch.testing.assert_close(learner.q, wanted, rtol=1e-4, atol=1e-4)
+
+    def test_training(self, mode, tmp_path):
+        sizes = {"total_timesteps": 500, "learning_starts": 100}
+        TURBO.train(TURBO.Args(run_dir=str(tmp_path), **sizes, **CUDA_MODES[mode]))
+        summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
+        assert summary["cudagraphs"] == CUDA_MODES[mode].get("cudagraphs", False)
+        assert summary["steady_sps"] > 0 and summary["device"] != "cpu"
