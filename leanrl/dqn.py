@@ -274,10 +274,10 @@ class DQN:
 
     def store(self, **transitions):
         """Write one transition per environment, each column (num_envs, ...), over the oldest ones."""
+        rows = (self.stored + np.arange(len(transitions["obs"]))) % self.args.buffer_size
         for name, column in transitions.items():
-            rows = (self.stored + np.arange(len(column))) % self.args.buffer_size
             self.buffer[name][rows] = column
-        self.stored += len(column)
+        self.stored += len(rows)
 
     def sample(self):
         """A batch drawn uniformly from the buffer, on the device."""
@@ -289,9 +289,9 @@ class DQN:
         """The actions of highest value for `obs`; both numpy, (num_envs, ...)."""
         return self.q(torch.as_tensor(obs, dtype=torch.float32, device=self.device)).argmax(1).cpu().numpy()
 
-    def act(self, obs, epsilon):
-        """Actions for `obs`, each random with probability `epsilon` and else greedy; both numpy, (num_envs, ...)."""
-        explore = self.rng.random(len(obs)) < epsilon
+    def act(self, obs, exploration):
+        """Actions for `obs`, each random with probability `exploration`, else greedy; both numpy, (num_envs, ...)."""
+        explore = self.rng.random(len(obs)) < exploration
         count = np.count_nonzero(explore)
         actions = self.greedy(obs) if count < len(obs) else np.empty(count, np.int64)
         if count:
@@ -309,7 +309,7 @@ class DQN:
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        self.losses = {"q_values": q.mean(), "td_loss": loss}
+        self.losses = {"q_values": q.detach(), "td_loss": loss}
         self.updates += 1
 
     def update_target(self):
@@ -374,8 +374,8 @@ def train(args, on_log=lambda learner, losses, step: None):
                 learner.update()
             if turns(args.target_network_frequency, step, args.num_envs):
                 learner.update_target()
-        if learner.updates and step // args.num_envs % LOG_INTERVAL == 0:
-            losses = {name: value.item() for name, value in learner.losses.items()}
+        if learner.losses and step // args.num_envs % LOG_INTERVAL == 0:
+            losses = {name: value.mean().item() for name, value in learner.losses.items()}
             run.log(losses, step)
             on_log(learner, losses, step)
         if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs:

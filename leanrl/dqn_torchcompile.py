@@ -301,6 +301,16 @@ class Adam:
         parameters.addcdiv_(self.m, denominator, value=-1)
 
 
+class HostEvent:
+    """What a torch.cuda.Event is on a CPU, which has done everything when a call returns."""
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+
 class DQN:
     """The learner. All that changes is a tensor updated in place, because a CUDA graph replays kernels, not Python."""
 
@@ -331,7 +341,7 @@ class DQN:
         self.host_q = torch.empty_like(self.q, device="cpu", pin_memory=True) if cuda else self.q
         self.host_layers = [layer.numpy() for layer in unflatten(self.host_q, self.shapes)]
         self.host_q.copy_(self.q)
-        self.ready = torch.cuda.Event() if cuda else None
+        self.inbox_read, self.weights_ready = (torch.cuda.Event() if cuda else HostEvent() for _ in range(2))
         self.apply_compile_and_cudagraphs()
 
     def apply_compile_and_cudagraphs(self):
@@ -343,21 +353,16 @@ class DQN:
         if self.cudagraphs:
             self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)
 
-    def wait(self):
-        """Wait until the device has read the last inbox and sent its newest weights."""
-        if self.ready:
-            self.ready.synchronize()
-
     def greedy(self, obs):
         """The actions of highest value for `obs`; both numpy, (num_envs, ...)."""
-        self.wait()
+        self.weights_ready.synchronize()
         w1, b1, w2, b2, w3, b3 = self.host_layers
         x = np.maximum(obs.dot(w1) + b1, 0)  # for a single row `dot` is faster than `@`
         return (np.maximum(x.dot(w2) + b2, 0).dot(w3) + b3).argmax(1)
 
-    def act(self, obs, epsilon):
-        """Actions for `obs`, each random with probability `epsilon` and else greedy; both numpy, (num_envs, ...)."""
-        explore = self.rng.random(len(obs)) < epsilon
+    def act(self, obs, exploration):
+        """Actions for `obs`, each random with probability `exploration`, else greedy; both numpy, (num_envs, ...)."""
+        explore = self.rng.random(len(obs)) < exploration
         count = np.count_nonzero(explore)
         actions = self.greedy(obs) if count < len(obs) else np.empty(count, np.int64)
         if count:
@@ -370,20 +375,19 @@ class DQN:
             self.ship()
             self.store_inbox()
         if self.filled == 0:
-            self.wait()
+            self.inbox_read.synchronize()
         rows = slice(self.filled, self.filled + self.num_envs)
         for name, column in transitions.items():
             self.host_columns[name][rows] = column
         self.filled += self.num_envs
 
     def ship(self):
-        """Send the transitions collected so far, and their number, to the device's inbox."""
-        self.wait()  # an update may follow another at once
+        """Send the transitions collected so far to the device's inbox, and behind them, as a reward, their number."""
+        self.inbox_read.synchronize()  # an update may follow another at once
         self.host_columns["rewards"][self.block] = self.filled
         self.inbox.copy_(self.host_inbox, non_blocking=True)
         self.filled = 0
-        if self.ready:
-            self.ready.record()
+        self.inbox_read.record()
 
     def store_inbox(self):
         """Write the transitions in `inbox` to the ring buffer, and its other rows behind the ring."""
@@ -414,8 +418,7 @@ class DQN:
         self.ship()
         self.learn()
         self.host_q.copy_(self.q, non_blocking=True)
-        if self.ready:
-            self.ready.record()
+        self.weights_ready.record()
         self.updates += 1
 
     def update_target(self):
@@ -447,7 +450,7 @@ class DQN:
         state = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         state |= {"buffer_size": self.args.buffer_size, "updates": self.updates, "rng": torch.get_rng_state()}
         state |= {"numpy_rng": self.rng.bit_generator.state}
-        return state | {"cuda_rng": torch.cuda.get_rng_state(self.device) if self.ready else None}
+        return state | {"cuda_rng": torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None}
 
     def load_state_dict(self, state):
         """Become the learner that `state` was taken from; tensors are filled in place, so that graphs stay valid."""
@@ -458,7 +461,7 @@ class DQN:
         self.filled, self.rng.bit_generator.state = 0, state["numpy_rng"]
         self.updates, self.warmup_updates = state["updates"], state["updates"] + self.warmup_updates
         torch.set_rng_state(state["rng"])
-        if self.ready and state["cuda_rng"] is not None:
+        if self.device.type == "cuda" and state["cuda_rng"] is not None:
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
 
 

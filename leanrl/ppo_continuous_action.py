@@ -162,16 +162,19 @@ class EnvPool(gym.vector.VectorEnv):
         try:
             import envpool
 
+            seed %= 2**31  # envpool's limit
             self.pool = envpool.make(args.env_id, env_type="gymnasium", num_envs=args.num_envs, seed=seed)
         except (ImportError, AssertionError) as error:
-            refuse("env_id", args.env_id, f"envpool is not installed or does not have it: {error}".splitlines()[0])
+            refuse("env_id", args.env_id, f"install envpool, or name one of its environments: {error}".splitlines()[0])
         self.single_observation_space, self.single_action_space = self.pool.observation_space, self.pool.action_space
         self.action_space = batch_space(self.single_action_space, args.num_envs)
 
     def reset(self, *, seed=None, options=None):
-        return self.pool.reset()[0], {}  # the seed was given when it was made
+        """First observations, (num_envs, obs_dim), and no infos; the seed was given when it was made."""
+        return self.pool.reset()[0], {}
 
     def step(self, actions):
+        """As any vector environment in SAME_STEP mode, for actions (num_envs, act_dim)."""
         obs, rewards, terminated, truncated, _ = self.pool.step(actions.astype(self.single_action_space.dtype))
         ended, infos = terminated | truncated, {}
         if ended.any():  # by itself envpool would reset in the next step, and ignore that step's action
@@ -326,7 +329,7 @@ class Agent(nn.Module):
         self.critic = nn.Sequential(linear(obs_dim, 64), nn.Tanh(), linear(64, 64), nn.Tanh(), linear(64, 1, 1.0))
 
     def policy(self, obs):
-        """Distribution of the actions, (..., act_dim)."""
+        """Distribution of the actions, (..., act_dim), for observations, (..., obs_dim)."""
         mean = self.actor(obs)
         return Normal(mean, self.log_std.exp().expand_as(mean), validate_args=False)
 
@@ -388,7 +391,10 @@ class PPO:
         return advantages
 
     def loss(self, rows):
-        """Policy loss (equation 7), value loss, entropy, and the log of the probability ratio, (batch,), of `rows`."""
+        """Policy loss (equation 7), value loss, entropy, and the log of the probability ratio, (batch,), of `rows`.
+
+        These are columns by name, (batch, ...): obs, actions, log_prob, values, advantages, returns.
+        """
         policy, clip = self.agent.policy(rows["obs"]), self.args.clip_coef
         log_ratio = policy.log_prob(rows["actions"]).sum(-1) - rows["log_prob"]
         ratio, advantages = log_ratio.exp(), rows["advantages"]
@@ -425,7 +431,8 @@ class PPO:
         """All epochs over the stored iteration, each in minibatches drawn without replacement."""
         self.optimizer.param_groups[0]["lr"] = learning_rate
         advantages = self.advantages()
-        batch = self.storage | {"advantages": advantages, "returns": advantages + self.storage["values"]}
+        batch = {name: self.storage[name] for name in ("obs", "actions", "log_prob", "values")}
+        batch |= {"advantages": advantages, "returns": advantages + self.storage["values"]}
         batch = {name: column.flatten(0, 1) for name, column in batch.items()}
         size = advantages.numel()
         for _ in range(self.args.update_epochs):

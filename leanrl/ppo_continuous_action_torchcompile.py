@@ -8,7 +8,7 @@ The algorithm and its defaults are CleanRL's, as in the plain twin, ppo_continuo
    a linear recurrence, solved by doubling in log2(num_steps) rounds, not by a loop over steps (`PPO.prepare`, `gae`).
 4. Parameters, and so gradients, are one flat vector (`unflatten`): clipping and Adam are a few operations.
 5. `--compile` makes one graph of `update_minibatch`: forward, backward, clipping and Adam.
-6. `--cudagraphs` replays all epochs of an iteration as one CUDA graph (`PPO.iterate`).
+6. `--cudagraphs` replays all epochs of an iteration as one CUDA graph, with --target-kl as one each (`PPO.iterate`).
 
     python leanrl/ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile --cudagraphs
 """
@@ -180,16 +180,19 @@ class EnvPool(gym.vector.VectorEnv):
         try:
             import envpool
 
+            seed %= 2**31  # envpool's limit
             self.pool = envpool.make(args.env_id, env_type="gymnasium", num_envs=args.num_envs, seed=seed)
         except (ImportError, AssertionError) as error:
-            refuse("env_id", args.env_id, f"envpool is not installed or does not have it: {error}".splitlines()[0])
+            refuse("env_id", args.env_id, f"install envpool, or name one of its environments: {error}".splitlines()[0])
         self.single_observation_space, self.single_action_space = self.pool.observation_space, self.pool.action_space
         self.action_space = batch_space(self.single_action_space, args.num_envs)
 
     def reset(self, *, seed=None, options=None):
-        return self.pool.reset()[0], {}  # the seed was given when it was made
+        """First observations, (num_envs, obs_dim), and no infos; the seed was given when it was made."""
+        return self.pool.reset()[0], {}
 
     def step(self, actions):
+        """As any vector environment in SAME_STEP mode, for actions (num_envs, act_dim)."""
         obs, rewards, terminated, truncated, _ = self.pool.step(actions.astype(self.single_action_space.dtype))
         ended, infos = terminated | truncated, {}
         if ended.any():  # by itself envpool would reset in the next step, and ignore that step's action
@@ -424,7 +427,10 @@ class PPO:
         return -0.5 * ((actions - mean) * (-log_std).exp()).square().sum(-1) - constant
 
     def loss(self, parameters, rows):
-        """Policy loss (equation 7), value loss, entropy, and the log of the probability ratio, (batch,), of `rows`."""
+        """Policy loss (equation 7), value loss, entropy, and the log of the probability ratio, (batch,).
+
+        `rows`, (batch, obs_dim + act_dim + 4), are as `prepare` makes them.
+        """
         obs, actions, scalars = rows.split((self.obs_dim, self.act_dim, 4), -1)
         old_log_prob, old_values, advantages, returns = scalars.unbind(-1)
         mean, log_std, values = self.networks(parameters, obs)
@@ -450,7 +456,7 @@ class PPO:
         self.adam.step(self.parameters, gradient)
 
     def prepare(self):
-        """Make `batch` from the rollout: obs, actions, log-probabilities, values, advantages, returns."""
+        """Make `batch`, (num_steps * num_envs, ...): obs, actions, log-probability, value, advantage, return."""
         obs, next_obs, actions, scalars = self.rollout.flatten(0, 1).split(self.columns, -1)
         rewards, terminated, ended = scalars.view(*self.rollout.shape[:2], 3).unbind(-1)
         mean, log_std, values = self.networks(self.parameters, obs)
@@ -587,22 +593,26 @@ def train(args, on_log=lambda learner, losses, step: None):
     run = Run(args, folder, device, envs, step)
     learner.normalizer.update(obs)
     obs = learner.normalizer.scale_obs(obs)
-    while step < args.total_timesteps and not run.stop:
-        learning_rate = args.learning_rate * (1 - step / args.total_timesteps if args.anneal_lr else 1)
-        for t in range(args.num_steps):
-            next_obs, rewards, terminated, truncated, infos = envs.step(learner.act(t, obs))
-            obs = learner.record(t, next_obs, final_observations(next_obs, infos), rewards, terminated, truncated)
-            step += args.num_envs
-            run.advance(step, infos, learner.stage)
-            if run.stop:
-                break
-        else:
-            learner.update(learning_rate)
-            losses = learner.losses()
-            run.log(losses, step)
-            on_log(learner, losses, step)
-            if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs * args.num_steps:
-                run.save(learner, step)
+    try:
+        while step < args.total_timesteps and not run.stop:
+            learning_rate = args.learning_rate * (1 - step / args.total_timesteps if args.anneal_lr else 1)
+            for t in range(args.num_steps):
+                next_obs, rewards, terminated, truncated, infos = envs.step(learner.act(t, obs))
+                obs = learner.record(t, next_obs, final_observations(next_obs, infos), rewards, terminated, truncated)
+                step += args.num_envs
+                run.advance(step, infos, learner.stage)
+                if run.stop:
+                    break
+            else:
+                learner.update(learning_rate)
+                losses = learner.losses()
+                run.log(losses, step)
+                on_log(learner, losses, step)
+                if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs * args.num_steps:
+                    run.save(learner, step)
+    except Exception:  # Ctrl-C reaches the C++ compiler too, which fails before the first update
+        if not run.stop:
+            raise
     run.finish(learner, step)
     if run.stop:
         raise SystemExit(130)

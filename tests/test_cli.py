@@ -114,15 +114,12 @@ def test_same_seed_same_numbers(script, tmp_path):
         folder = train(script, tmp_path, total_timesteps=400, seed=seed)
         checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
         learners.append([leaf for _, leaf in leaves([checkpoint["returns"], checkpoint["learner"]])])
-    same = [
-        [
-            torch.equal(torch.as_tensor(a), torch.as_tensor(b))
-            for a, b in zip(learners[0], other, strict=False)
-            if a is not None
-        ]
-        for other in learners[1:]
-    ]
-    assert all(same[0]) and not all(same[1])
+    assert len(learners[0]) == len(learners[1]) and all(map(equal, *learners[:2]))
+    assert not all(map(equal, learners[0], learners[2]))
+
+
+def equal(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def test_resuming_continues_the_run(script, tmp_path):
@@ -132,7 +129,9 @@ def test_resuming_continues_the_run(script, tmp_path):
     again = train(script, tmp_path, total_timesteps=700, resume=str(first / "checkpoint.pt"))
     after = torch.load(again / "checkpoint.pt", weights_only=True)
     assert (before["global_step"], after["global_step"]) == (450, 700)
-    assert after["episodes"] > before["episodes"] and after["returns"][: len(before["returns"])] == before["returns"]
+    assert after["episodes"] > before["episodes"]
+    if after["episodes"] <= 20:  # the returns of the last 20 are kept
+        assert after["returns"][: len(before["returns"])] == before["returns"]
     updates = {"sac": (350, 600), "td3": (350, 600), "ppo": (9, 14), "dqn": (35, 60)}[algorithm(script)]
     assert (before["learner"]["updates"], after["learner"]["updates"]) == updates
     if "stored" in after["learner"]:
@@ -389,7 +388,7 @@ def test_a_checkpoint_is_replaced_whole_or_not_at_all(script, tmp_path, monkeypa
 
 
 def test_kill_9_leaves_a_checkpoint_to_resume_from(script, tmp_path):
-    """Times in a row, each run resuming the one before, at a random moment of frequent checkpoints."""
+    """Twice in a row, with SAC five times, each run resuming the one before, at a random moment between checkpoints."""
     step, resume = 0, {}
     for _ in range(5 if algorithm(script) == "sac" else 2):
         known = set(tmp_path.glob("*"))
@@ -403,4 +402,4 @@ def test_kill_9_leaves_a_checkpoint_to_resume_from(script, tmp_path):
         assert checkpoint["global_step"] > step
         step, resume = checkpoint["global_step"], {"resume": path}
     folder = train(script, tmp_path, total_timesteps=step + 10, resume=str(resume["resume"]))
-    assert summary(folder)["global_step"] == step + 10
+    assert step + 10 <= summary(folder)["global_step"] < step + 10 + small(script).get("num_steps", 1)

@@ -3,6 +3,7 @@
 import importlib
 import io
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -440,5 +441,79 @@ def test_ppo_balances_the_inverted_pendulum(script, tmp_path):
     assert np.mean(returns[-20:]) > 400
 
 
-cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+def on_cuda(test):
+    """Marks a test that needs a CUDA device."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(test))
+
+
 GPU_MODES = MODES | {"cudagraphs": {"cudagraphs": True}, "compile+cudagraphs": {"compile": True, "cudagraphs": True}}
+
+
+def train_on_cuda(iterations, target_kl=None, **mode):
+    """A learner on CUDA after some iterations on random steps, minibatches in the rollout's order."""
+    learner = make_learner(TURBO, device="cuda", num_minibatches=2, update_epochs=2, target_kl=target_kl, **mode)
+    for i in range(iterations):
+        torch.manual_seed(i)
+        roll_out([learner], seed=i)
+        learner.update(1e-3 * (1 - i / 20))
+    return learner
+
+
+@on_cuda
+@pytest.mark.parametrize("mode", GPU_MODES)
+@pytest.mark.parametrize("target_kl", [None, 1e9])
+@pytest.mark.parametrize("iterations", [1, 2, 3, 4, 10])
+def test_modes_agree(mode, target_kl, iterations, monkeypatch):
+    """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
+    order = torch.arange(32.0, device="cuda")
+    monkeypatch.setattr(torch, "rand", lambda n, device: order)
+    wanted, got = train_on_cuda(iterations, target_kl), train_on_cuda(iterations, target_kl, **GPU_MODES[mode])
+    assert got.adam.decay[0].item() == pytest.approx(0.9 ** (4 * iterations))
+    for name, tensor in wanted.tensors().items():
+        tolerance = 1e-5 if iterations == 1 else 1e-3
+        assert (got.tensors()[name] - tensor).double().norm() <= tolerance * tensor.double().norm() + 1e-6, name
+
+
+@on_cuda
+@pytest.mark.parametrize("mode", GPU_MODES)
+def test_replays_shuffle_afresh(mode):
+    """From the same parameters and rollout, past capture, updates differ by the order of the minibatches alone."""
+    learner = train_on_cuda(5, **GPU_MODES[mode])
+    saved, results = {name: tensor.clone() for name, tensor in learner.tensors().items()}, set()
+    for _ in range(5):
+        for name, tensor in learner.tensors().items():
+            tensor.copy_(saved[name])
+        learner.update(1e-3)
+        results.add(learner.parameters.double().sum().item())
+    assert len(results) == 5
+
+
+@on_cuda
+@pytest.mark.parametrize("mode", GPU_MODES)
+def test_the_host_acts_with_the_newest_parameters(mode):
+    learner = train_on_cuda(5, **GPU_MODES[mode])
+    assert torch.equal(learner.host_parameters, learner.parameters.cpu())
+
+
+@on_cuda
+@pytest.mark.parametrize("mode", GPU_MODES)
+def test_a_checkpoint_continues_in_captured_graphs(mode):
+    """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
+    learner = train_on_cuda(5, **GPU_MODES[mode])
+    state = learner.state_dict()
+    results = []
+    for _ in range(2):
+        learner.load_state_dict(state)
+        learner.normalizer.rows[:] = 0
+        roll_out([learner], seed=7)
+        learner.update(1e-3)
+        results.append(learner.parameters.clone())
+    assert torch.allclose(*results, rtol=1e-4, atol=1e-5) and not torch.equal(results[0].cpu(), state["parameters"])
+
+
+@on_cuda
+def test_training_on_cuda(tmp_path):
+    sizes = {"total_timesteps": 600, "num_steps": 50, "num_minibatches": 2, "cudagraphs": True}
+    TURBO.train(TURBO.Args(env_id="Pendulum-v1", run_dir=str(tmp_path), **sizes))
+    summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
+    assert summary["cudagraphs"] and summary["steady_sps"] > 0 and summary["device"] != "cpu"
