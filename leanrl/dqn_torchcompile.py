@@ -132,8 +132,9 @@ def make_envs(args, num_envs, video_dir=None):
     try:
         thunks = [partial(make_env, video_dir is not None and i == 0) for i in range(num_envs)]
         envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)  # true last obs in infos["final_obs"]
-    except (gym.error.Error, ImportError) as error:
+    except (gym.error.Error, ImportError, OSError) as error:
         name = "capture_video" if video_dir is not None and args.env_id in gym.registry else "env_id"
+        name = "run_dir" if isinstance(error, OSError) else name
         refuse(name, getattr(args, name), f"correct the name or install what is missing: {error}".splitlines()[0])
     return RecordEpisodeStatistics(envs, buffer_length=20)
 

@@ -175,6 +175,7 @@ BAD_INPUTS = [
     {"measure_burnin": -1},
     {"seed": -1},
     {"run_dir": "{tmp}/file/runs"},
+    {"run_dir": "{tmp}/file/runs", "capture_video": True},
     {"resume": "{tmp}/missing.pt"},
     {"resume": "{tmp}/damaged.pt"},
     {"resume": "{tmp}"},
