@@ -12,24 +12,28 @@ from pathlib import Path
 import tyro
 
 
-def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path]):
-    """Write one row per episode of all runs under `run_dir`: exp_name, env_id, seed, step, episodic_return."""
+def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], steps: int = 1):
+    """Write the returns of all runs under `run_dir`: exp_name, env_id, seed, step, episodic_return.
+
+    A row is the mean over the episodes that end within `steps` steps: short episodes would make a long file.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    rows = []
+    returns = defaultdict(list)
     for path in sorted(run_dir.rglob("summary.json")):
         config = json.loads(path.with_name("config.json").read_text())
         events = EventAccumulator(str(path.parent), size_guidance={"scalars": 0}).Reload()
         for event in events.Scalars("charts/episodic_return"):
-            rows.append([config["exp_name"], config["env_id"], config["seed"], event.step, f"{event.value:.2f}"])
+            step = -(-event.step // steps) * steps
+            returns[config["exp_name"], config["env_id"], config["seed"], step].append(event.value)
+    rows = [[*key, f"{sum(values) / len(values):.2f}"] for key, values in sorted(returns.items())]
     with open(output, "w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(
-            [["exp_name", "env_id", "seed", "step", "episodic_return"], *sorted(rows)]
-        )
+        columns = ["exp_name", "env_id", "seed", "step", "episodic_return"]
+        csv.writer(file, lineterminator="\n").writerows([columns, *rows])
 
 
 def draw(data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], window: int = 5):
-    """Draw each experiment's seeds, as moving means over `window` episodes, and its mean over seeds."""
+    """Draw each experiment's seeds, as moving means over `window` rows, and its mean over seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,7 +57,7 @@ def draw(data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], w
                 axes.plot(steps[window - 1 :], smooth, color=f"C{i}", alpha=0.35, linewidth=1)
                 curves.append(np.interp(grid, steps[window - 1 :], smooth, left=np.nan))
         axes.plot(grid, np.mean(curves, 0), color=f"C{i}", linewidth=2.5, label=f"{exp_name}, {len(curves)} seeds")
-    axes.set(xlabel="environment steps", ylabel=f"episodic return, mean of {window} episodes", title=env_id)
+    axes.set(xlabel="environment steps", ylabel="episodic return (moving mean)", title=env_id)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(output, dpi=120)
