@@ -1,6 +1,9 @@
 """Environments and helpers that the tests share."""
 
 import importlib
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: processes that share cores wait for threads
 
 import gymnasium as gym
 import numpy as np
