@@ -375,9 +375,10 @@ class PPO:
         ended = terminated | truncated
         self.normalizer.update(next_obs, rewards, ended)
         terminated = terminated if self.args.bootstrap_truncation else ended
-        last_obs, rewards = self.normalizer.scale_obs(last_obs), self.normalizer.scale_rewards(rewards)
+        obs, rewards = self.normalizer.scale_obs(next_obs), self.normalizer.scale_rewards(rewards)
+        last_obs = obs if last_obs is next_obs else self.normalizer.scale_obs(last_obs)
         self.store(t, next_obs=last_obs, rewards=rewards, terminated=terminated, ended=ended)
-        return self.normalizer.scale_obs(next_obs)
+        return obs
 
     @torch.no_grad()
     def advantages(self):

@@ -7,10 +7,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: proce
 
 import gymnasium as gym
 import numpy as np
+import pytest
+import torch
 
 ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")} | {"dqn": "dqn"}
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
 TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}
+MODES = {
+    "eager": {},
+    "compile": {"compile": True},
+    "cudagraphs": {"cudagraphs": True},
+    "compile+cudagraphs": {"compile": True, "cudagraphs": True},
+}
 
 
 class Countdown(gym.Env):
@@ -36,6 +44,18 @@ class Countdown(gym.Env):
         return self.observation(), 1.0, ended and self.terminates, ended and not self.terminates, {}
 
 
+class DiscreteCountdown(Countdown):
+    """Countdown with `n` actions that change nothing, save that with `pays` each action is its own reward."""
+
+    def __init__(self, n=2, start=0, pays=False, **kwargs):
+        super().__init__(**kwargs)
+        self.action_space, self.pays = gym.spaces.Discrete(n, start=start), pays
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, float(action) if self.pays else reward, *rest
+
+
 UNEQUAL = {"low": [-1.0, -10.0, 0.0], "high": [3.0, -8.0, 0.5]}
 ENVIRONMENTS = {
     "Truncates-v0": {},
@@ -46,8 +66,39 @@ ENVIRONMENTS = {
     "DoublePrecision-v0": {"dtype": np.float64},
     "Unbounded-v0": {"low": [-np.inf], "high": [np.inf]},
 }
-for name, kwargs in ENVIRONMENTS.items():
-    gym.register(name, entry_point=Countdown, kwargs=kwargs)
+DISCRETE_ENVIRONMENTS = {
+    "DiscreteTruncates-v0": {},
+    "DiscreteTerminates-v0": {"terminates": True},
+    "BlindDiscreteTruncates-v0": {"blind": True},
+    "BlindDiscreteTerminates-v0": {"blind": True, "terminates": True},
+    "FourActions-v0": {"n": 4, "length": 20, "pays": True},
+    "CountsFromOne-v0": {"start": 1},
+}
+for entry_point, environments in ((Countdown, ENVIRONMENTS), (DiscreteCountdown, DISCRETE_ENVIRONMENTS)):
+    for name, kwargs in environments.items():
+        gym.register(name, entry_point=entry_point, kwargs=kwargs)
+
+SMALL = {"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64}
+SMALL_LEARNERS = {"sac": SMALL, "td3": SMALL, "dqn": {"batch_size": 32, "buffer_size": 64}}
+SMALL_LEARNERS["ppo"] = {"env_id": "Pendulum-v1", "num_envs": 2, "num_steps": 16, "num_minibatches": 4}
+
+
+def algorithm(script):
+    """ "sac", "td3", "ppo" or "dqn"."""
+    return script.SCRIPT.split("_")[0]
+
+
+def make_learner(script, seed=1, device="cpu", **kwargs):
+    """The learner of `script` for Args(**kwargs), by default small."""
+    args = script.Args(**SMALL_LEARNERS[algorithm(script)] | kwargs)
+    torch.manual_seed(seed)
+    learner = getattr(script, algorithm(script).upper())
+    return learner(args, script.make_envs(args, args.num_envs), torch.device(device))
+
+
+def on_cuda(test):
+    """Marks a test, or a class of tests, that needs a CUDA device."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(test))
 
 
 def leaves(state, path=""):
@@ -56,3 +107,58 @@ def leaves(state, path=""):
         return [(path, state)]
     items = state.items() if isinstance(state, dict) else enumerate(state)
     return [leaf for name, value in items for leaf in leaves(value, f"{path}.{name}")]
+
+
+def equal(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def assert_same_state(got, wanted):
+    """Two `state_dict`s have the same entries, bit by bit."""
+    got, wanted = dict(leaves(got)), dict(leaves(wanted))
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert equal(got[name], value), name
+
+
+def transitions(learner, generator):
+    """Random columns for `observe` of SAC and TD3: obs, next_obs, actions, rewards, terminated, the obs to act on."""
+    n, obs_dim, act_dim = learner.num_envs, learner.obs_dim, learner.act_dim
+    normal = generator.standard_normal
+    terminated = generator.random(n) < 0.1
+    return normal((n, obs_dim)), normal((n, obs_dim)), normal((n, act_dim)), normal(n), terminated, normal((n, obs_dim))
+
+
+def feed_same_batches(plain, turbo, seed):
+    """Make both learners see the same batch at each update, and the same noise if they are seeded alike before it."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, obs_dim, act_dim = plain.args.batch_size, turbo.obs_dim, turbo.act_dim
+
+    def draw():
+        columns = {name: torch.randn(batch, obs_dim, generator=generator) for name in ("obs", "next_obs")}
+        columns["actions"] = turbo.action_bias + turbo.action_scale * torch.randn(batch, act_dim, generator=generator)
+        columns["rewards"] = torch.randn(batch, generator=generator)
+        columns["terminated"] = (torch.rand(batch, generator=generator) < 0.1).float()
+        return columns
+
+    batches = []
+    plain.sample = lambda: batches.append(draw()) or batches[-1]
+    turbo.replay = lambda: torch.cat([column.reshape(batch, -1) for column in batches[-1].values()], 1)
+
+
+def stored_rows(learner):
+    """obs, next_obs and terminated of all stored transitions, numpy."""
+    if hasattr(learner, "columns"):
+        obs, next_obs, _, _, terminated = learner.buffer[: int(learner.stored)].split(learner.columns, 1)
+        return obs.cpu().numpy(), next_obs.cpu().numpy(), terminated.cpu().numpy()[:, 0]
+    return [learner.buffer[name][: learner.stored].numpy() for name in ("obs", "next_obs", "terminated")]
+
+
+def advance(learner, steps, seed=0):
+    """Step as `train` does, on random transitions; returns the actions, (steps, num_envs, act_dim)."""
+    generator, actions = np.random.default_rng(seed), []
+    for _ in range(steps):
+        learner.observe(*transitions(learner, generator))
+        learner.update()
+        actions.append(learner.next_actions())
+    return np.stack(actions)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PLAIN, TURBO, leaves
+from conftest import PLAIN, TURBO, algorithm, equal, leaves
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parent.parent
@@ -34,10 +34,6 @@ def script(request):
 @pytest.fixture(params=TURBO.values(), ids=lambda module: module.SCRIPT)
 def turbo(request):
     return request.param
-
-
-def algorithm(script):
-    return script.SCRIPT.split("_")[0]
 
 
 def small(script):
@@ -116,10 +112,6 @@ def test_same_seed_same_numbers(script, tmp_path):
         learners.append([leaf for _, leaf in leaves([checkpoint["returns"], checkpoint["learner"]])])
     assert len(learners[0]) == len(learners[1]) and all(map(equal, *learners[:2]))
     assert not all(map(equal, learners[0], learners[2]))
-
-
-def equal(one, other):
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def test_resuming_continues_the_run(script, tmp_path):
@@ -201,9 +193,10 @@ OWN_INPUTS = {
         *OFF_POLICY_INPUTS,
         *CONTINUOUS,
         {"learning_rate": float("nan")},
-        {"policy_noise": -1.0},
-        {"exploration_noise": -1.0},
-        {"noise_clip": -1.0},
+        {"learning_rate": -0.1},
+        {"policy_noise": -0.1},
+        {"exploration_noise": -0.1},
+        {"noise_clip": -0.1},
         {"policy_frequency": 0},
     ],
     "ppo": [
@@ -226,7 +219,10 @@ OWN_INPUTS = {
     "dqn": [
         *OFF_POLICY_INPUTS,
         {"env_id": "Pendulum-v1"},
+        {"env_id": "CountsFromOne-v0"},
         {"learning_rate": 0.0},
+        {"learning_rate": float("nan")},
+        {"tau": 2.0},
         {"start_e": 1.1},
         {"end_e": -0.1},
         {"exploration_fraction": 0.0},

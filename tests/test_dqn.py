@@ -1,59 +1,23 @@
 """The DQN scripts: plain against turbo, replay, exploration, episode ends, graphs, what resuming restores, learning."""
 
-import importlib
 import io
 import json
 from functools import partial
 
-import gymnasium as gym
+import conftest
 import numpy as np
 import pytest
 import torch
 from capture import record
-from conftest import Countdown
+from conftest import MODES, DiscreteCountdown, assert_same_state, make_learner, on_cuda
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-PLAIN = importlib.import_module("leanrl.dqn")
-TURBO = importlib.import_module("leanrl.dqn_torchcompile")
-MODES = {"eager": {}, "compile": {"compile": True}}
-CUDA_MODES = MODES | {"cudagraphs": {"cudagraphs": True}, "both": {"compile": True, "cudagraphs": True}}
-ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-
-class DiscreteCountdown(Countdown):
-    """Countdown with `n` actions that change nothing, save that with `pays` each action is its own reward."""
-
-    def __init__(self, n=2, start=0, pays=False, **kwargs):
-        super().__init__(**kwargs)
-        self.action_space, self.pays = gym.spaces.Discrete(n, start=start), pays
-
-    def step(self, action):
-        obs, reward, *rest = super().step(action)
-        return obs, float(action) if self.pays else reward, *rest
-
-
-ENVIRONMENTS = {
-    "DiscreteTruncates-v0": {},
-    "DiscreteTerminates-v0": {"terminates": True},
-    "BlindDiscreteTruncates-v0": {"blind": True},
-    "BlindDiscreteTerminates-v0": {"blind": True, "terminates": True},
-    "FourActions-v0": {"n": 4, "length": 20, "pays": True},
-    "CountsFromOne-v0": {"start": 1},
-}
-for name, kwargs in ENVIRONMENTS.items():
-    gym.register(name, entry_point=DiscreteCountdown, kwargs=kwargs)
+PLAIN, TURBO = conftest.PLAIN["dqn"], conftest.TURBO["dqn"]
 
 
 @pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
 def script(request):
     return request.param
-
-
-def make_learner(module, seed=1, device="cpu", **kwargs):
-    """A DQN learner of `module` for Args(**kwargs), by default small."""
-    args = module.Args(**{"batch_size": 32, "buffer_size": 64} | kwargs)
-    torch.manual_seed(seed)
-    return module.DQN(args, module.make_envs(args, args.num_envs), torch.device(device))
 
 
 def transitions(generator, num_envs=1, obs_dim=4, num_actions=2):
@@ -101,7 +65,7 @@ def assert_learners_agree(plain, turbo, tolerance):
         assert got == pytest.approx(plain.losses[name].mean().item(), rel=10 * tolerance, abs=tolerance), name
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", "compile"])
 @pytest.mark.parametrize(
     "kwargs",
     [{}, {"env_id": "FourActions-v0", "tau": 0.3, "gamma": 0.9, "learning_rate": 1e-3}],
@@ -365,28 +329,17 @@ def test_a_restored_learner_continues_bit_by_bit(script, num_envs):
                 learner.update()
         return actions
 
-    def leaves(state, prefix=""):
-        for name, value in state.items() if isinstance(state, dict) else enumerate(state):
-            if isinstance(value, (dict, list)):
-                yield from leaves(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", value
-
     learner = make_learner(script, num_envs=num_envs, buffer_size=15)
     advance(learner, seed=0)
     file = io.BytesIO()
     torch.save(learner.state_dict(), file)
     wanted_actions = advance(learner, seed=1)
-    wanted = dict(leaves(learner.state_dict()))
 
     restored = make_learner(script, seed=2, num_envs=num_envs, buffer_size=15)
     file.seek(0)
     restored.load_state_dict(torch.load(file, weights_only=True))
     assert advance(restored, seed=1) == wanted_actions
-    got = dict(leaves(restored.state_dict()))
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value, name
+    assert_same_state(restored.state_dict(), learner.state_dict())
 
 
 def test_a_checkpoint_in_mid_block_loses_no_transition():
@@ -474,31 +427,6 @@ def test_the_graphed_function_replays_bit_equal(num_envs):
     assert not torch.equal(eager.q, make_learner(TURBO).q)
 
 
-BAD_INPUTS = [
-    {"env_id": "Pendulum-v1"},
-    {"env_id": "FrozenLake-v1"},
-    {"env_id": "CountsFromOne-v0"},
-    {"train_frequency": 0},
-    {"target_network_frequency": 0},
-    {"buffer_size": 1, "num_envs": 2},
-    {"start_e": 1.1},
-    {"end_e": -0.1},
-    {"exploration_fraction": 0.0},
-    {"learning_rate": float("nan")},
-    {"tau": 2.0},
-]
-
-
-@pytest.mark.parametrize("arguments", BAD_INPUTS, ids=str)
-def test_bad_input_gets_one_clear_line(script, arguments, tmp_path, capsys):
-    with pytest.raises(SystemExit) as error:
-        script.train(script.Args(**{"run_dir": str(tmp_path / "runs")} | arguments))
-    assert error.value.code == 2
-    lines, (name, value) = capsys.readouterr().err.splitlines(), next(iter(arguments.items()))
-    assert len(lines) == 1 and lines[0].startswith(f"error: --{name.replace('_', '-')} {value}: "), lines
-    assert not (tmp_path / "runs").exists(), "nothing is left behind"
-
-
 def test_cartpole_learns_and_evaluates(script, tmp_path, capsys):
     """A random policy balances for about 20 steps. A wrong sign in the loss stays there."""
     sizes = {"total_timesteps": 25_000, "learning_starts": 1000, "exploration_fraction": 0.3}
@@ -526,18 +454,17 @@ def advance(learner, updates, seed=0):
     return np.concatenate(actions)
 
 
-CUDA = {"module": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200}
+CUDA = {"script": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200}
 
 
-@pytest.mark.parametrize("mode", CUDA_MODES)
+@on_cuda
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("updates", [1, 2, 3, 4, 50])
 class TestOnCuda:
-    pytestmark = ON_CUDA
-
     def test_modes_agree(self, mode, updates):
         """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
         results = []
-        for kwargs in ({}, CUDA_MODES[mode]):
+        for kwargs in ({}, MODES[mode]):
             learner = make_learner(**CUDA, **kwargs)
             learner.buffer.copy_(torch.randn(learner.buffer.shape, generator=torch.Generator().manual_seed(0)))
             learner.buffer[:, 8] = (learner.buffer[:, 8] > 0).float()
@@ -554,7 +481,7 @@ class TestOnCuda:
         assert results[1]["adam.decay"][0].item() == pytest.approx(0.9**updates)
 
     def test_every_transition_is_stored_once(self, mode, updates):
-        learner = make_learner(**CUDA, **CUDA_MODES[mode])
+        learner = make_learner(**CUDA, **MODES[mode])
         generator, sent = np.random.default_rng(0), []
         for step in range(4 * updates):
             sent.append(transitions(generator))
@@ -566,7 +493,7 @@ class TestOnCuda:
         assert np.array_equal(learner.buffer[: 4 * updates].cpu().numpy(), rows)
 
     def test_replays_draw_fresh_rows(self, mode, updates):
-        learner = make_learner(**CUDA, **CUDA_MODES[mode])
+        learner = make_learner(**CUDA, **MODES[mode])
         advance(learner, 5)
         saved, losses = {name: tensor.clone() for name, tensor in learner.tensors().items()}, set()
         for _ in range(updates):
@@ -577,13 +504,12 @@ class TestOnCuda:
         assert len(losses) == updates
 
 
-@pytest.mark.parametrize("mode", CUDA_MODES)
+@on_cuda
+@pytest.mark.parametrize("mode", MODES)
 class TestTheLoopOnCuda:
-    pytestmark = ON_CUDA
-
     def test_the_host_waits_for_weights_alone(self, mode):
-        """In the steady loop only the event of `wait` synchronises, which the debug mode does not count."""
-        learner = make_learner(**CUDA, **CUDA_MODES[mode])
+        """In the steady loop only the event of the newest weights synchronises, which the debug mode does not count."""
+        learner = make_learner(**CUDA, **MODES[mode])
         advance(learner, 10)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -595,7 +521,7 @@ class TestTheLoopOnCuda:
 
     def test_a_checkpoint_continues_in_captured_graphs(self, mode):
         """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
-        learner = make_learner(**CUDA, **CUDA_MODES[mode])
+        learner = make_learner(**CUDA, **MODES[mode])
         advance(learner, 10)
         state = learner.state_dict()
         wanted_actions, wanted = advance(learner, 5, seed=1), learner.q.clone()
@@ -606,7 +532,7 @@ class TestTheLoopOnCuda:
 
     def test_training(self, mode, tmp_path):
         sizes = {"total_timesteps": 500, "learning_starts": 100}
-        TURBO.train(TURBO.Args(run_dir=str(tmp_path), **sizes, **CUDA_MODES[mode]))
+        TURBO.train(TURBO.Args(run_dir=str(tmp_path), **sizes, **MODES[mode]))
         summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
-        assert summary["cudagraphs"] == CUDA_MODES[mode].get("cudagraphs", False)
+        assert summary["cudagraphs"] == MODES[mode].get("cudagraphs", False)
         assert summary["steady_sps"] > 0 and summary["device"] != "cpu"

@@ -1,45 +1,22 @@
-"""The TD3 learners: plain against turbo, exploration and smoothing, the buffer, resuming, capture, learning, CUDA."""
+"""The TD3 learners: plain against turbo, exploration and smoothing, the delay, capture, learning, CUDA."""
 
-import importlib
-import io
-import json
 from functools import partial
 
+import conftest
 import numpy as np
 import pytest
 import torch
 from capture import record
+from conftest import MODES, advance, feed_same_batches, make_learner, on_cuda, transitions
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-PLAIN = importlib.import_module("leanrl.td3_continuous_action")
-TURBO = importlib.import_module("leanrl.td3_continuous_action_torchcompile")
-MODES = {
-    "eager": {},
-    "compile": {"compile": True},
-    "cudagraphs": {"cudagraphs": True},
-    "compile+cudagraphs": {"compile": True, "cudagraphs": True},
-}
+PLAIN, TURBO = conftest.PLAIN["td3"], conftest.TURBO["td3"]
 UNEQUAL_LOW, UNEQUAL_HIGH = np.array([-1.0, -10.0, 0.0]), np.array([3.0, -8.0, 0.5])  # the bounds of Unequal-v0
 
 
 @pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
 def script(request):
     return request.param
-
-
-def make_learner(module, seed=1, device="cpu", **kwargs):
-    """A TD3 learner of `module` for Args(**kwargs), by default small and on Pendulum."""
-    args = module.Args(**{"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64} | kwargs)
-    torch.manual_seed(seed)
-    return module.TD3(args, module.make_envs(args, args.num_envs), torch.device(device))
-
-
-def transitions(learner, generator):
-    """Random columns for `TD3.observe`, that is obs, next_obs, actions, rewards, terminated and the obs to act on."""
-    n, obs_dim, act_dim = learner.num_envs, learner.obs_dim, learner.act_dim
-    normal = generator.standard_normal
-    terminated = generator.random(n) < 0.1
-    return normal((n, obs_dim)), normal((n, obs_dim)), normal((n, act_dim)), normal(n), terminated, normal((n, obs_dim))
 
 
 def flat(networks, get=lambda parameter: parameter):
@@ -59,23 +36,6 @@ def flat_networks(plain):
         "target_actor": flat([plain.actor_target]),
         "target_critics": flat([plain.qf1_target, plain.qf2_target]),
     }
-
-
-def feed_same_batches(plain, turbo, seed):
-    """Make both learners see the same batch at each update, and the same noise if they are seeded alike before it."""
-    generator = torch.Generator().manual_seed(seed)
-    batch, obs_dim, act_dim = plain.args.batch_size, turbo.obs_dim, turbo.act_dim
-
-    def draw():
-        columns = {name: torch.randn(batch, obs_dim, generator=generator) for name in ("obs", "next_obs")}
-        columns["actions"] = turbo.action_bias + turbo.action_scale * torch.randn(batch, act_dim, generator=generator)
-        columns["rewards"] = torch.randn(batch, generator=generator)
-        columns["terminated"] = (torch.rand(batch, generator=generator) < 0.1).float()
-        return columns
-
-    batches = []
-    plain.sample = lambda: batches.append(draw()) or batches[-1]
-    turbo.replay = lambda: torch.cat([column.reshape(batch, -1) for column in batches[-1].values()], 1)
 
 
 def assert_learners_agree(plain, turbo, tolerance):
@@ -237,50 +197,6 @@ def test_actor_and_targets_wait_for_their_turn(script):
             assert torch.equal(before[name], after[name]) == (update % 3 != 0), (update, name)
 
 
-@pytest.mark.parametrize("num_envs", [1, 3])
-def test_ring_buffer_holds_the_newest_transitions(num_envs):
-    learner = make_learner(TURBO, num_envs=num_envs, buffer_size=10)
-    generator = np.random.default_rng(0)
-    sent = []
-    for _ in range(25):
-        row = transitions(learner, generator)
-        sent += [np.concatenate([column.reshape(num_envs, -1) for column in row[:5]], 1)]
-        learner.observe(*row)
-    newest = np.concatenate(sent)[-10:].astype(np.float32)
-    assert int(learner.stored) == 25 * num_envs
-    assert sorted(learner.buffer.tolist()) == sorted(newest.tolist())
-
-
-@pytest.mark.parametrize("filled", [1, 5, 10])
-def test_replay_draws_every_stored_row_and_no_other(filled):
-    learner = make_learner(TURBO, buffer_size=10, batch_size=500)
-    learner.buffer.copy_(torch.arange(10.0)[:, None].expand_as(learner.buffer))
-    learner.stored.fill_(filled)
-    assert set(learner.replay()[:, 0].tolist()) == set(range(filled))
-
-
-def stored_rows(learner):
-    """obs, next_obs and terminated of all stored transitions, numpy."""
-    if hasattr(learner, "columns"):
-        obs, next_obs, _, _, terminated = learner.buffer[: int(learner.stored)].split(learner.columns, 1)
-        return obs.cpu().numpy(), next_obs.cpu().numpy(), terminated.cpu().numpy()[:, 0]
-    return [learner.buffer[name][: learner.stored].numpy() for name in ("obs", "next_obs", "terminated")]
-
-
-@pytest.mark.parametrize(("env_id", "ends"), [("Truncates-v0", 0.0), ("Terminates-v0", 1.0)])
-def test_transitions_keep_the_true_last_observation_and_tell_terminal_from_truncated(script, env_id, ends, tmp_path):
-    seen = []
-    sizes = {"num_envs": 2, "total_timesteps": 400, "learning_starts": 300, "batch_size": 8, "buffer_size": 500}
-    script.train(
-        script.Args(env_id=env_id, run_dir=str(tmp_path), **sizes),
-        on_log=lambda learner, losses, step: seen.append(stored_rows(learner)),
-    )
-    obs, next_obs, terminated = seen[-1]
-    assert len(obs) == 400
-    assert (next_obs[:, 0] == obs[:, 0] + 1).all() and (next_obs[:, 1] == obs[:, 1]).all()
-    assert (terminated == ends * (next_obs[:, 0] == 3)).all()
-
-
 @pytest.mark.parametrize(("env_id", "value"), [("BlindTruncates-v0", 10.0), ("BlindTerminates-v0", 2.5)])
 def test_values_bootstrap_through_truncation_but_not_termination(script, env_id, value, tmp_path):
     """With gamma = 0.9 and rewards of 1, V = 1 + gamma V, or V = 1 + gamma V 2/3 if every third step is the last."""
@@ -290,42 +206,6 @@ def test_values_bootstrap_through_truncation_but_not_termination(script, env_id,
     args = script.Args(env_id=env_id, run_dir=str(tmp_path), **kwargs, **sizes)
     script.train(args, on_log=lambda learner, losses, step: values.append(losses["qf1_values"]))
     assert values[-1] == pytest.approx(value, rel=0.1)
-
-
-def test_a_restored_learner_continues_bit_by_bit(script):
-    def advance(learner, seed):
-        generator = np.random.default_rng(seed)
-        for _ in range(11):
-            row = generator.standard_normal((4, 1, 3))
-            if script is PLAIN:
-                learner.store(obs=row[0], next_obs=row[1], actions=row[2, :, :1], rewards=row[3, :, 0], terminated=[0])
-            else:
-                learner.observe(row[0], row[1], row[2, :, :1], row[3, :, 0], np.zeros(1), row[1])
-            learner.update()
-
-    def leaves(state, prefix=""):
-        items = state.items() if isinstance(state, dict) else enumerate(state)
-        for name, value in items:
-            if isinstance(value, (dict, list)):
-                yield from leaves(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", value
-
-    learner = make_learner(script, buffer_size=15)
-    advance(learner, seed=0)
-    file = io.BytesIO()
-    torch.save(learner.state_dict(), file)
-    advance(learner, seed=1)
-    wanted = dict(leaves(learner.state_dict()))
-
-    restored = make_learner(script, seed=2, buffer_size=15)
-    file.seek(0)
-    restored.load_state_dict(torch.load(file, weights_only=True))
-    advance(restored, seed=1)
-    got = dict(leaves(restored.state_dict()))
-    assert got.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value, name
 
 
 def test_a_resumed_learner_takes_the_learning_rate_it_is_given(script):
@@ -338,48 +218,6 @@ def test_a_resumed_learner_takes_the_learning_rate_it_is_given(script):
     else:
         rates = [learner.actor_adam.lr, learner.critic_adam.lr]
     assert rates == [1e-5, 1e-5]
-
-
-def test_actions_are_the_environments_to_keep():
-    """An environment may hold on to its last action; the next one must not be written over it."""
-    learner = make_learner(TURBO)
-    generator = np.random.default_rng(0)
-    learner.observe(*transitions(learner, generator))
-    first = learner.next_actions()
-    kept = first.copy()
-    learner.observe(*transitions(learner, generator))
-    assert not np.array_equal(learner.next_actions(), kept) and np.array_equal(first, kept)
-
-
-def test_stage_counts_the_updates_of_this_process():
-    """A restored learner has to compile again, and says so, however many updates it has behind it."""
-    learner = make_learner(TURBO)
-    assert learner.stage == "warming up" and learner.warmup_updates == 3 * 2
-    for _ in range(learner.warmup_updates):
-        learner.observe(*transitions(learner, np.random.default_rng(0)))
-        learner.update()
-    assert learner.stage == "training"
-    restored = make_learner(TURBO)
-    restored.compile = True
-    restored.load_state_dict(learner.state_dict())
-    assert restored.stage == "compiling" and restored.updates == learner.updates
-
-
-def test_compiled_functions_have_one_graph_and_do_not_recompile():
-    """`fullgraph=True` raises on a graph break; here a second kind of data, or a recompile, would raise too."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    learner = make_learner(TURBO, compile=True)
-    generator = np.random.default_rng(0)
-    for _ in range(4):
-        learner.observe(*transitions(learner, generator))
-        learner.update()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(10):
-            learner.observe(*transitions(learner, generator))
-            learner.update()
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs == 3, "acting, critics, actor"
 
 
 @pytest.mark.parametrize(("num_envs", "policy_frequency"), [(1, 2), (3, 1), (1, 3)])
@@ -430,40 +268,17 @@ def test_evaluation_prints_the_return_of_the_policy_without_noise(tmp_path, caps
     assert printed[0] == printed[1] and printed[0].startswith("2 episodes: mean return -")
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "exploration_noise", "policy_noise", "noise_clip", "tau"])
-def test_impossible_hyper_parameters_are_refused(script, name, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        script.train(script.Args(**{name: -0.1}))
-    assert exit_.value.code == 2
-    assert f"--{name.replace('_', '-')} -0.1" in capsys.readouterr().err
+ON_CUDA = {"script": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200}
 
 
-SMALL = {"module": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200}
-
-
-def gpu_test(function):
-    """Mark a test as one that needs a CUDA device."""
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(function))
-
-
-def advance(learner, steps, seed=0):
-    """Step as `train` does, on random transitions; returns the actions, (steps, num_envs, act_dim)."""
-    generator, actions = np.random.default_rng(seed), []
-    for _ in range(steps):
-        learner.observe(*transitions(learner, generator))
-        learner.update()
-        actions.append(learner.next_actions())
-    return np.stack(actions)
-
-
-@gpu_test
+@on_cuda
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("updates", [1, 3, 6, 7, 50])
 def test_modes_agree(mode, updates):
     """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
     results = []
     for kwargs in ({}, MODES[mode]):
-        learner = make_learner(**SMALL, **kwargs, policy_noise=0.0)
+        learner = make_learner(**ON_CUDA, **kwargs, policy_noise=0.0)
         learner.replay = lambda learner=learner: learner.buffer[: learner.args.batch_size]
         learner.buffer.copy_(torch.randn(learner.buffer.shape, generator=torch.Generator().manual_seed(0)))
         for _ in range(updates):
@@ -477,39 +292,12 @@ def test_modes_agree(mode, updates):
     assert results[1]["actor_adam.decay"][0].item() == pytest.approx(0.9 ** ((updates + 1) // 2))
 
 
-@gpu_test
-@pytest.mark.parametrize("mode", MODES)
-def test_every_transition_is_stored_once(mode):
-    learner = make_learner(**SMALL, **MODES[mode])
-    generator = np.random.default_rng(0)
-    sent = []
-    for _ in range(20):
-        row = transitions(learner, generator)
-        sent.append(np.concatenate([column.reshape(1, -1) for column in row[:5]], 1))
-        learner.observe(*row)
-        learner.next_actions()
-    assert int(learner.stored) == 20
-    assert np.array_equal(learner.buffer[:20].cpu().numpy(), np.concatenate(sent).astype(np.float32))
-
-
-@gpu_test
-@pytest.mark.parametrize("mode", MODES)
-def test_replays_draw_fresh_noise(mode):
-    learner = make_learner(**SMALL, **MODES[mode])
-    row = transitions(learner, np.random.default_rng(0))
-    seen = set()
-    for _ in range(12):
-        learner.observe(*row)
-        seen.add(learner.next_actions().item())
-    assert len(seen) == 12
-
-
-@gpu_test
+@on_cuda
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fixed_rows", [False, True])
 def test_repeated_updates_draw_fresh_rows_and_noise(mode, fixed_rows):
     """From the same state, past capture, an update has another loss each time, be it for its smoothing noise alone."""
-    learner = make_learner(**SMALL, **MODES[mode])
+    learner = make_learner(**ON_CUDA, **MODES[mode])
     if fixed_rows:
         learner.replay = lambda: learner.buffer[: learner.args.batch_size]
         learner.buffer.copy_(torch.randn(learner.buffer.shape, generator=torch.Generator().manual_seed(0)))
@@ -523,38 +311,3 @@ def test_repeated_updates_draw_fresh_rows_and_noise(mode, fixed_rows):
         learner.update()
         losses.add((learner.losses()["qf_loss"], learner.losses()["actor_loss"]))
     assert len({loss for loss, _ in losses}) == len({loss for _, loss in losses}) == 6
-
-
-@gpu_test
-@pytest.mark.parametrize("mode", MODES)
-def test_the_host_waits_for_actions_alone(mode):
-    """In the steady loop only the event of `next_actions` synchronises, which the debug mode does not count."""
-    learner = make_learner(**SMALL, **MODES[mode])
-    advance(learner, 10)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        advance(learner, 10, seed=1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@gpu_test
-@pytest.mark.parametrize("mode", MODES)
-def test_a_checkpoint_continues_in_captured_graphs(mode):
-    """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
-    learner = make_learner(**SMALL, **MODES[mode])
-    advance(learner, 10)
-    state = learner.state_dict()
-    wanted = advance(learner, 5, seed=1)
-    learner.load_state_dict(state)
-    np.testing.assert_allclose(advance(learner, 5, seed=1), wanted, rtol=1e-4, atol=1e-4)
-
-
-@gpu_test
-def test_training_on_cuda(tmp_path):
-    args = TURBO.Args(env_id="Pendulum-v1", total_timesteps=500, learning_starts=100, run_dir=str(tmp_path))
-    args.cudagraphs = True
-    TURBO.train(args)
-    summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
-    assert summary["cudagraphs"] and summary["steady_sps"] > 0 and summary["device"] != "cpu"

@@ -1,0 +1,201 @@
+"""What SAC and TD3 share: the replay buffer, acting, episode ends, resuming, compilation, and the loop on CUDA."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    MODES,
+    PLAIN,
+    TURBO,
+    advance,
+    algorithm,
+    assert_same_state,
+    make_learner,
+    on_cuda,
+    stored_rows,
+    transitions,
+)
+
+LEARNERS = ("sac", "td3")
+
+
+@pytest.fixture(params=[scripts[name] for name in LEARNERS for scripts in (PLAIN, TURBO)], ids=lambda s: s.SCRIPT)
+def script(request):
+    return request.param
+
+
+@pytest.fixture(params=[TURBO[name] for name in LEARNERS], ids=lambda s: s.SCRIPT)
+def turbo(request):
+    return request.param
+
+
+def learner_on_cuda(turbo, mode):
+    slow_policy = {"policy_lr": 3e-5} if algorithm(turbo) == "sac" else {}  # as where plain and turbo are compared
+    return make_learner(turbo, device="cuda", batch_size=64, buffer_size=200, **slow_policy, **MODES[mode])
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_ring_buffer_holds_the_newest_transitions(turbo, num_envs):
+    learner = make_learner(turbo, num_envs=num_envs, buffer_size=10)
+    generator = np.random.default_rng(0)
+    sent = []
+    for _ in range(25):
+        row = transitions(learner, generator)
+        sent += [np.concatenate([column.reshape(num_envs, -1) for column in row[:5]], 1)]
+        learner.observe(*row)
+    newest = np.concatenate(sent)[-10:].astype(np.float32)
+    assert int(learner.stored) == 25 * num_envs
+    assert sorted(learner.buffer.tolist()) == sorted(newest.tolist())
+
+
+@pytest.mark.parametrize("filled", [1, 5, 10])
+def test_replay_draws_every_stored_row_and_no_other(turbo, filled):
+    learner = make_learner(turbo, buffer_size=10, batch_size=500)
+    learner.buffer.copy_(torch.arange(10.0)[:, None].expand_as(learner.buffer))
+    learner.stored.fill_(filled)
+    assert set(learner.replay()[:, 0].tolist()) == set(range(filled))
+
+
+@pytest.mark.parametrize(("env_id", "ends"), [("Truncates-v0", 0.0), ("Terminates-v0", 1.0)])
+def test_transitions_keep_the_true_last_observation_and_tell_terminal_from_truncated(script, env_id, ends, tmp_path):
+    seen = []
+    sizes = {"num_envs": 2, "total_timesteps": 400, "learning_starts": 300, "batch_size": 8, "buffer_size": 500}
+    script.train(
+        script.Args(env_id=env_id, run_dir=str(tmp_path), **sizes),
+        on_log=lambda learner, losses, step: seen.append(stored_rows(learner)),
+    )
+    obs, next_obs, terminated = seen[-1]
+    assert len(obs) == 400
+    assert (next_obs[:, 0] == obs[:, 0] + 1).all() and (next_obs[:, 1] == obs[:, 1]).all()
+    assert (terminated == ends * (next_obs[:, 0] == 3)).all()
+
+
+def test_a_restored_learner_continues_bit_by_bit(script):
+    def advance(learner, seed):
+        generator = np.random.default_rng(seed)
+        for _ in range(11):
+            row = generator.standard_normal((4, 1, 3))
+            if script in PLAIN.values():
+                learner.store(obs=row[0], next_obs=row[1], actions=row[2, :, :1], rewards=row[3, :, 0], terminated=[0])
+            else:
+                learner.observe(row[0], row[1], row[2, :, :1], row[3, :, 0], np.zeros(1), row[1])
+            learner.update()
+
+    learner = make_learner(script, buffer_size=15)
+    advance(learner, seed=0)
+    file = io.BytesIO()
+    torch.save(learner.state_dict(), file)
+    advance(learner, seed=1)
+
+    restored = make_learner(script, seed=2, buffer_size=15)
+    file.seek(0)
+    restored.load_state_dict(torch.load(file, weights_only=True))
+    advance(restored, seed=1)
+    assert_same_state(restored.state_dict(), learner.state_dict())
+
+
+def test_actions_are_the_environments_to_keep(turbo):
+    """An environment may hold on to its last action; the next one must not be written over it."""
+    learner = make_learner(turbo)
+    generator = np.random.default_rng(0)
+    learner.observe(*transitions(learner, generator))
+    first = learner.next_actions()
+    kept = first.copy()
+    learner.observe(*transitions(learner, generator))
+    assert not np.array_equal(learner.next_actions(), kept) and np.array_equal(first, kept)
+
+
+def test_stage_counts_the_updates_of_this_process(turbo):
+    """A restored learner has to compile again, and says so, however many updates it has behind it."""
+    learner = make_learner(turbo)
+    assert learner.stage == "warming up" and learner.warmup_updates == 3 * 2
+    for _ in range(learner.warmup_updates):
+        learner.observe(*transitions(learner, np.random.default_rng(0)))
+        learner.update()
+    assert learner.stage == "training"
+    restored = make_learner(turbo)
+    restored.compile = True
+    restored.load_state_dict(learner.state_dict())
+    assert restored.stage == "compiling" and restored.updates == learner.updates
+
+
+def test_compiled_functions_have_one_graph_and_do_not_recompile(turbo):
+    """`fullgraph=True` raises on a graph break; here a second kind of data, or a recompile, would raise too."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    learner = make_learner(turbo, compile=True)
+    generator = np.random.default_rng(0)
+    for _ in range(4):
+        learner.observe(*transitions(learner, generator))
+        learner.update()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(10):
+            learner.observe(*transitions(learner, generator))
+            learner.update()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 3, "acting, critics, actor"
+
+
+@on_cuda
+@pytest.mark.parametrize("mode", MODES)
+def test_every_transition_is_stored_once(turbo, mode):
+    learner = learner_on_cuda(turbo, mode)
+    generator = np.random.default_rng(0)
+    sent = []
+    for _ in range(20):
+        row = transitions(learner, generator)
+        sent.append(np.concatenate([column.reshape(1, -1) for column in row[:5]], 1))
+        learner.observe(*row)
+        learner.next_actions()
+    assert int(learner.stored) == 20
+    assert np.array_equal(learner.buffer[:20].cpu().numpy(), np.concatenate(sent).astype(np.float32))
+
+
+@on_cuda
+@pytest.mark.parametrize("mode", MODES)
+def test_replays_draw_fresh_noise(turbo, mode):
+    learner = learner_on_cuda(turbo, mode)
+    row = transitions(learner, np.random.default_rng(0))
+    seen = set()
+    for _ in range(12):
+        learner.observe(*row)
+        seen.add(learner.next_actions().item())
+    assert len(seen) == 12
+
+
+@on_cuda
+@pytest.mark.parametrize("mode", MODES)
+def test_the_host_waits_for_actions_alone(turbo, mode):
+    """In the steady loop only the event of `next_actions` synchronises, which the debug mode does not count."""
+    learner = learner_on_cuda(turbo, mode)
+    advance(learner, 10)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        advance(learner, 10, seed=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@on_cuda
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpoint_continues_in_captured_graphs(turbo, mode):
+    """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
+    learner = learner_on_cuda(turbo, mode)
+    advance(learner, 10)
+    state = learner.state_dict()
+    wanted = advance(learner, 5, seed=1)
+    learner.load_state_dict(state)
+    np.testing.assert_allclose(advance(learner, 5, seed=1), wanted, rtol=1e-4, atol=1e-4)
+
+
+@on_cuda
+def test_training_on_cuda(turbo, tmp_path):
+    args = turbo.Args(env_id="Pendulum-v1", total_timesteps=500, learning_starts=100, run_dir=str(tmp_path))
+    args.cudagraphs = True
+    turbo.train(args)
+    summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
+    assert summary["cudagraphs"] and summary["steady_sps"] > 0 and summary["device"] != "cpu"
