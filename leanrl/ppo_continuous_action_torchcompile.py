@@ -31,7 +31,6 @@ import torch
 import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
@@ -149,12 +148,11 @@ def make_envs(args, num_envs, video_dir=None):
 
     try:
         thunks = [partial(make_env, video_dir is not None and i == 0) for i in range(num_envs)]
-        envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)  # true last obs in infos["final_obs"]
+        return SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)  # true last obs in infos["final_obs"]
     except (gym.error.Error, ImportError, OSError) as error:
         name = "capture_video" if video_dir is not None and args.env_id in gym.registry else "env_id"
         name = "run_dir" if isinstance(error, OSError) else name
         refuse(name, getattr(args, name), f"correct the name or install what is missing: {error}".splitlines()[0])
-    return RecordEpisodeStatistics(envs, buffer_length=20)
 
 
 def require_continuous(args, envs):
@@ -218,8 +216,11 @@ def load_checkpoint(name, args):
 class Run:
     """A run from outside: its folder (config, events, checkpoint, summary), progress bar, clock, and Ctrl-C."""
 
-    def __init__(self, args, folder, device, envs, first_step):
-        self.args, self.folder, self.device, self.envs, self.first_step = args, folder, device, envs, first_step
+    def __init__(self, args, folder, device, envs, checkpoint):
+        self.args, self.folder, self.device, self.envs, checkpoint = args, folder, device, envs, checkpoint or {}
+        self.first_step, self.episodes = checkpoint.get("global_step", 0), checkpoint.get("episodes", 0)
+        self.last_returns = checkpoint.get("returns", [])  # of the last 20 episodes
+        self.returns, self.begins = np.zeros(args.num_envs), [self.first_step] * args.num_envs  # of those under way
         self.start, self.stop, self.warm_step, self.steady = time.perf_counter(), False, None, None
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -238,23 +239,25 @@ class Run:
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
             wandb.init(**names, config=vars(args), dir=folder, sync_tensorboard=True)
         self.writer = SummaryWriter(folder)
-        self.bar = tqdm(total=args.total_timesteps, initial=first_step, unit="step", dynamic_ncols=True)
+        self.bar = tqdm(total=args.total_timesteps, initial=self.first_step, unit="step", dynamic_ncols=True)
         self.previous_handler = signal.signal(signal.SIGINT, self.on_interrupt)
 
     def on_interrupt(self, signum, frame):
         self.stop = True  # once the step in flight is done; a second Ctrl-C interrupts at once
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def advance(self, step, infos, stage):
+    def advance(self, step, rewards, ended, stage):
         """Count one vector step: move the bar, log the episodes that ended, and time the stage "training"."""
         self.bar.update(step - self.bar.n)
         if self.bar.desc != f"{stage}: ":
             self.bar.set_description(stage)
-        if "_episode" in infos:
-            for i in np.flatnonzero(infos["_episode"]):
-                self.writer.add_scalar("charts/episodic_return", infos["episode"]["r"][i], step)
-                self.writer.add_scalar("charts/episodic_length", infos["episode"]["l"][i], step)
-            self.bar.set_postfix({"return": f"{np.mean(self.envs.return_queue):.1f}"}, refresh=False)
+        self.returns += rewards
+        for i in ended.nonzero()[0]:  # cheaper than np.flatnonzero
+            self.writer.add_scalar("charts/episodic_return", self.returns[i], step)
+            self.writer.add_scalar("charts/episodic_length", (step - self.begins[i]) // self.args.num_envs, step)
+            self.last_returns = [*self.last_returns[-19:], float(self.returns[i])]
+            self.episodes, self.returns[i], self.begins[i] = self.episodes + 1, 0, step
+            self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
         if stage == "training" and self.steady is None:
             self.warm_step = self.warm_step or step
             if step >= self.warm_step + self.args.measure_burnin:
@@ -268,11 +271,10 @@ class Run:
 
     def save(self, learner, step):
         """Write checkpoint.pt, which is at every moment either the old one or the new one, whole."""
-        checkpoint = {"script": SCRIPT, "env_id": self.args.env_id, "global_step": step}
-        checkpoint |= {"episodes": int(self.envs.episode_count), "returns": [float(r) for r in self.envs.return_queue]}
+        checkpoint = {"script": SCRIPT, "env_id": self.args.env_id, "global_step": step, "episodes": self.episodes}
         temporary = self.folder / "checkpoint.pt.tmp"
         with open(temporary, "wb") as file:
-            torch.save(checkpoint | {"learner": learner.state_dict()}, file)
+            torch.save(checkpoint | {"returns": self.last_returns, "learner": learner.state_dict()}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.folder / "checkpoint.pt")
@@ -286,8 +288,8 @@ class Run:
         steady_step, steady_time = self.steady or (step, end)
         summary = {"script": SCRIPT, "env_id": self.args.env_id, "seed": self.args.seed, "num_envs": self.args.num_envs}
         summary |= {"device": self.device_name, "compile": learner.compile, "cudagraphs": learner.cudagraphs}
-        summary |= {"global_step": step, "episodes": int(self.envs.episode_count), "wall_seconds": end - self.start}
-        summary |= {"episodic_return": float(np.mean(self.envs.return_queue)) if self.envs.return_queue else None}
+        summary |= {"global_step": step, "episodes": self.episodes, "wall_seconds": end - self.start}
+        summary |= {"episodic_return": float(np.mean(self.last_returns)) if self.last_returns else None}
         summary |= {"steady_sps": (step - steady_step) / (end - steady_time) if step > steady_step else None}
         summary |= {"warmup_seconds": steady_time - self.start if self.steady else None, "versions": self.versions}
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
@@ -306,24 +308,24 @@ class Normalizer:
         self.gamma, self.rows = gamma, np.zeros((num_envs, obs_dim + 1))  # observation and discounted return so far
         self.count, self.mean, self.squares, self.std = np.zeros(1), *np.zeros((3, obs_dim + 1))
 
-    def update(self, obs, rewards=0.0, ended=False):
-        """Take in a step's new observations, (num_envs, obs_dim), rewards and ends of episodes, (num_envs,)."""
+    def normalize(self, obs, rewards=0.0, ended=False):
+        """Take in a step's new observations, (num_envs, obs_dim), and rewards, (num_envs,); returns both normalised."""
         self.rows[:, :-1] = obs
         self.rows[:, -1] = self.gamma * self.rows[:, -1] + rewards
         errors = self.rows - self.mean
         self.count += len(errors)
         self.mean += np.add.reduce(errors) / self.count
-        self.squares += np.add.reduce(errors * (self.rows - self.mean))
+        centred = self.rows - self.mean
+        self.squares += np.add.reduce(errors * centred)
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
         self.rows[ended, -1] = 0
+        centred[:, -1] = rewards
+        scaled = (centred / self.std).clip(-10, 10).astype(np.float32)
+        return scaled[:, :-1], scaled[:, -1]
 
     def scale_obs(self, obs):
-        """Normalise observations, (n, obs_dim)."""
+        """Normalise observations, (n, obs_dim), and leave the statistics as they are."""
         return ((obs - self.mean[:-1]) / self.std[:-1]).clip(-10, 10).astype(np.float32)
-
-    def scale_rewards(self, rewards):
-        """Normalise rewards, (n,)."""
-        return (rewards / self.std[-1]).clip(-10, 10).astype(np.float32)
 
     def state_dict(self):
         """The statistics, as tensors that share their memory."""
@@ -389,7 +391,8 @@ class PPO:
         self.host_parameters = self.parameters.cpu().pin_memory() if cuda else self.parameters
         self.host_layers = [x.numpy() for x in unflatten(self.host_parameters, self.shapes)]
         views = self.host_rollout.split(self.columns, -1)
-        self.host_obs, self.host_next_obs, self.host_actions, self.host_scalars = (x.numpy() for x in views)
+        self.host_obs, self.host_next_obs, self.host_actions, scalars = (x.numpy() for x in views)
+        self.host_rewards, self.host_terminated, self.host_ended = np.moveaxis(scalars, -1, 0)
         self.host_noise = np.empty((args.num_steps, envs.num_envs, self.act_dim), np.float32)
         self.batch = torch.zeros(args.num_steps * envs.num_envs, self.obs_dim + self.act_dim + 4, device=device)
         self.measures = torch.zeros(6, device=device)
@@ -515,15 +518,12 @@ class PPO:
         self.host_obs[t], self.host_actions[t] = obs, actions
         return actions.clip(self.low, self.high)
 
-    def record(self, t, next_obs, last_obs, rewards, terminated, truncated):
+    def record(self, t, next_obs, last_obs, rewards, terminated, ended):
         """Store what step `t` led to; returns `next_obs` normalised. `last_obs` is from `final_observations`."""
-        ended = terminated | truncated
-        self.normalizer.update(next_obs, rewards, ended)
-        obs = self.normalizer.scale_obs(next_obs)
+        obs, self.host_rewards[t] = self.normalizer.normalize(next_obs, rewards, ended)
         self.host_next_obs[t] = obs if last_obs is next_obs else self.normalizer.scale_obs(last_obs)
-        self.host_scalars[t, :, 0] = self.normalizer.scale_rewards(rewards)
-        self.host_scalars[t, :, 1] = terminated if self.args.bootstrap_truncation else ended
-        self.host_scalars[t, :, 2] = ended
+        self.host_terminated[t] = terminated if self.args.bootstrap_truncation else ended
+        self.host_ended[t] = ended
         return obs
 
     @property
@@ -581,7 +581,7 @@ def train(args, on_log=lambda learner, losses, step: None):
         if step >= args.total_timesteps:
             refuse("total_timesteps", args.total_timesteps, f"the checkpoint is at step {step}; give more than that")
     if args.env_backend == "envpool":
-        envs = RecordEpisodeStatistics(EnvPool(args, args.seed + step), buffer_length=20)
+        envs = EnvPool(args, args.seed + step)
     else:
         envs = make_envs(args, args.num_envs, video_dir)
     require_continuous(args, envs)
@@ -589,19 +589,17 @@ def train(args, on_log=lambda learner, losses, step: None):
     learner = PPO(args, envs, device)
     if checkpoint:
         learner.load_state_dict(checkpoint["learner"])
-        envs.episode_count = checkpoint["episodes"]
-        envs.return_queue.extend(checkpoint["returns"])
-    run = Run(args, folder, device, envs, step)
-    learner.normalizer.update(obs)
-    obs = learner.normalizer.scale_obs(obs)
+    run = Run(args, folder, device, envs, checkpoint)
+    obs, _ = learner.normalizer.normalize(obs)
     try:
         while step < args.total_timesteps and not run.stop:
             learning_rate = args.learning_rate * (1 - step / args.total_timesteps if args.anneal_lr else 1)
             for t in range(args.num_steps):
                 next_obs, rewards, terminated, truncated, infos = envs.step(learner.act(t, obs))
-                obs = learner.record(t, next_obs, final_observations(next_obs, infos), rewards, terminated, truncated)
+                ended = terminated | truncated
+                obs = learner.record(t, next_obs, final_observations(next_obs, infos), rewards, terminated, ended)
                 step += args.num_envs
-                run.advance(step, infos, learner.stage)
+                run.advance(step, rewards, ended, learner.stage)
                 if run.stop:
                     break
             else:
@@ -625,12 +623,13 @@ def evaluate(args, device, video_dir):
     envs = make_envs(args, 1, video_dir)
     learner = PPO(args, envs, device)
     learner.load_state_dict(checkpoint["learner"])
-    returns, (obs, _) = [], envs.reset(seed=args.seed)
+    returns, total, (obs, _) = [], 0.0, envs.reset(seed=args.seed)
     while len(returns) < args.eval_episodes:
         actions = learner.mean_actions(learner.normalizer.scale_obs(obs))
-        obs, _, _, _, infos = envs.step(np.clip(actions, learner.low, learner.high))
-        if "episode" in infos:
-            returns.append(infos["episode"]["r"][0])
+        obs, rewards, terminated, truncated, _ = envs.step(np.clip(actions, learner.low, learner.high))
+        total += rewards[0]
+        if terminated[0] or truncated[0]:
+            returns, total = [*returns, total], 0.0
     envs.close()
     print(f"{len(returns)} episodes: mean return {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}")
 

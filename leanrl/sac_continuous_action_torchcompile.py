@@ -28,7 +28,6 @@ import numpy as np
 import torch
 import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from tensordict.nn import CudaGraphModule
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -133,12 +132,11 @@ def make_envs(args, num_envs, video_dir=None):
 
     try:
         thunks = [partial(make_env, video_dir is not None and i == 0) for i in range(num_envs)]
-        envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)  # true last obs in infos["final_obs"]
+        return SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)  # true last obs in infos["final_obs"]
     except (gym.error.Error, ImportError, OSError) as error:
         name = "capture_video" if video_dir is not None and args.env_id in gym.registry else "env_id"
         name = "run_dir" if isinstance(error, OSError) else name
         refuse(name, getattr(args, name), f"correct the name or install what is missing: {error}".splitlines()[0])
-    return RecordEpisodeStatistics(envs, buffer_length=20)
 
 
 def require_continuous(args, envs):
@@ -173,8 +171,11 @@ def load_checkpoint(name, args):
 class Run:
     """A run from outside: its folder (config, events, checkpoint, summary), progress bar, clock, and Ctrl-C."""
 
-    def __init__(self, args, folder, device, envs, first_step):
-        self.args, self.folder, self.device, self.envs, self.first_step = args, folder, device, envs, first_step
+    def __init__(self, args, folder, device, envs, checkpoint):
+        self.args, self.folder, self.device, self.envs, checkpoint = args, folder, device, envs, checkpoint or {}
+        self.first_step, self.episodes = checkpoint.get("global_step", 0), checkpoint.get("episodes", 0)
+        self.last_returns = checkpoint.get("returns", [])  # of the last 20 episodes
+        self.returns, self.begins = np.zeros(args.num_envs), [self.first_step] * args.num_envs  # of those under way
         self.start, self.stop, self.warm_step, self.steady = time.perf_counter(), False, None, None
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -193,23 +194,25 @@ class Run:
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
             wandb.init(**names, config=vars(args), dir=folder, sync_tensorboard=True)
         self.writer = SummaryWriter(folder)
-        self.bar = tqdm(total=args.total_timesteps, initial=first_step, unit="step", dynamic_ncols=True)
+        self.bar = tqdm(total=args.total_timesteps, initial=self.first_step, unit="step", dynamic_ncols=True)
         self.previous_handler = signal.signal(signal.SIGINT, self.on_interrupt)
 
     def on_interrupt(self, signum, frame):
         self.stop = True  # once the step in flight is done; a second Ctrl-C interrupts at once
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def advance(self, step, infos, stage):
+    def advance(self, step, rewards, ended, stage):
         """Count one vector step: move the bar, log the episodes that ended, and time the stage "training"."""
         self.bar.update(step - self.bar.n)
         if self.bar.desc != f"{stage}: ":
             self.bar.set_description(stage)
-        if "_episode" in infos:
-            for i in np.flatnonzero(infos["_episode"]):
-                self.writer.add_scalar("charts/episodic_return", infos["episode"]["r"][i], step)
-                self.writer.add_scalar("charts/episodic_length", infos["episode"]["l"][i], step)
-            self.bar.set_postfix({"return": f"{np.mean(self.envs.return_queue):.1f}"}, refresh=False)
+        self.returns += rewards
+        for i in ended.nonzero()[0]:  # cheaper than np.flatnonzero
+            self.writer.add_scalar("charts/episodic_return", self.returns[i], step)
+            self.writer.add_scalar("charts/episodic_length", (step - self.begins[i]) // self.args.num_envs, step)
+            self.last_returns = [*self.last_returns[-19:], float(self.returns[i])]
+            self.episodes, self.returns[i], self.begins[i] = self.episodes + 1, 0, step
+            self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
         if stage == "training" and self.steady is None:
             self.warm_step = self.warm_step or step
             if step >= self.warm_step + self.args.measure_burnin:
@@ -223,11 +226,10 @@ class Run:
 
     def save(self, learner, step):
         """Write checkpoint.pt, which is at every moment either the old one or the new one, whole."""
-        checkpoint = {"script": SCRIPT, "env_id": self.args.env_id, "global_step": step}
-        checkpoint |= {"episodes": int(self.envs.episode_count), "returns": [float(r) for r in self.envs.return_queue]}
+        checkpoint = {"script": SCRIPT, "env_id": self.args.env_id, "global_step": step, "episodes": self.episodes}
         temporary = self.folder / "checkpoint.pt.tmp"
         with open(temporary, "wb") as file:
-            torch.save(checkpoint | {"learner": learner.state_dict()}, file)
+            torch.save(checkpoint | {"returns": self.last_returns, "learner": learner.state_dict()}, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.folder / "checkpoint.pt")
@@ -241,8 +243,8 @@ class Run:
         steady_step, steady_time = self.steady or (step, end)
         summary = {"script": SCRIPT, "env_id": self.args.env_id, "seed": self.args.seed, "num_envs": self.args.num_envs}
         summary |= {"device": self.device_name, "compile": learner.compile, "cudagraphs": learner.cudagraphs}
-        summary |= {"global_step": step, "episodes": int(self.envs.episode_count), "wall_seconds": end - self.start}
-        summary |= {"episodic_return": float(np.mean(self.envs.return_queue)) if self.envs.return_queue else None}
+        summary |= {"global_step": step, "episodes": self.episodes, "wall_seconds": end - self.start}
+        summary |= {"episodic_return": float(np.mean(self.last_returns)) if self.last_returns else None}
         summary |= {"steady_sps": (step - steady_step) / (end - steady_time) if step > steady_step else None}
         summary |= {"warmup_seconds": steady_time - self.start if self.steady else None, "versions": self.versions}
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
@@ -296,7 +298,7 @@ class SAC:
     """The learner. All that changes is a tensor updated in place, because a CUDA graph replays kernels, not Python."""
 
     def __init__(self, args, envs, device):
-        self.args, self.device, self.num_envs = args, device, envs.num_envs
+        self.args, self.device, self.num_envs, self.updates = args, device, envs.num_envs, 0
         space, cuda = envs.single_action_space, device.type == "cuda"
         self.compile, self.cudagraphs = args.compile, args.cudagraphs and cuda
         self.obs_dim, self.act_dim = envs.single_observation_space.shape[0], space.shape[0]
@@ -313,7 +315,6 @@ class SAC:
         self.alpha_adam = Adam(self.log_alpha, args.q_lr)
         self.critic_losses, self.actor_losses = torch.zeros(3, device=device), torch.zeros(3, device=device)
         self.noise = partial(torch.randn, args.batch_size, self.act_dim, device=device)
-        self.updates = 0
         self.warmup_updates = GRAPH_WARMUP * math.lcm(args.policy_frequency, args.target_network_frequency)
         self.columns = (self.obs_dim, self.obs_dim, self.act_dim, 1, 1)  # obs, next_obs, action, reward, terminated
         self.buffer = torch.empty(args.buffer_size, sum(self.columns), device=device)
@@ -498,19 +499,17 @@ def train(args, on_log=lambda learner, losses, step: None):
     learner = SAC(args, envs, device)
     if checkpoint:
         learner.load_state_dict(checkpoint["learner"])
-        envs.episode_count = checkpoint["episodes"]
-        envs.return_queue.extend(checkpoint["returns"])
-    run = Run(args, folder, device, envs, step)
+    run = Run(args, folder, device, envs, checkpoint)
     actions = envs.action_space.sample()
     try:
         while step < args.total_timesteps and not run.stop:
             if step < args.learning_starts:
                 actions = envs.action_space.sample()
-            next_obs, rewards, terminated, _, infos = envs.step(actions)  # while, on CUDA, the last update runs
+            next_obs, rewards, terminated, truncated, infos = envs.step(actions)  # while, on CUDA, the last update runs
             learner.observe(obs, final_observations(next_obs, infos), actions, rewards, terminated, next_obs)
             obs, step = next_obs, step + args.num_envs
             learning = step > args.learning_starts
-            run.advance(step, infos, learner.stage if learning else "exploring")
+            run.advance(step, rewards, terminated | truncated, learner.stage if learning else "exploring")
             if learning:
                 for _ in range(args.updates_per_step):
                     learner.update()
@@ -535,13 +534,14 @@ def evaluate(args, device, video_dir):
     envs = make_envs(args, 1, video_dir)
     learner = SAC(args, envs, device)
     learner.actor.copy_(checkpoint["learner"]["actor"])
-    returns, (obs, _) = [], envs.reset(seed=args.seed)
+    returns, total, (obs, _) = [], 0.0, envs.reset(seed=args.seed)
     while len(returns) < args.eval_episodes:
         gaussian = learner.policy(learner.actor, torch.as_tensor(obs, dtype=torch.float32, device=device))
         actions, _ = learner.squash(*gaussian, noise=torch.zeros_like(gaussian[0]))
-        obs, _, _, _, infos = envs.step(actions.cpu().numpy())
-        if "episode" in infos:
-            returns.append(infos["episode"]["r"][0])
+        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+        total += rewards[0]
+        if terminated[0] or truncated[0]:
+            returns, total = [*returns, total], 0.0
     envs.close()
     print(f"{len(returns)} episodes: mean return {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}")
 

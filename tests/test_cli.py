@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PLAIN, TURBO, algorithm, equal, leaves
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parent.parent
@@ -104,6 +105,28 @@ def test_run_directory(script, tmp_path):
     assert any(name.startswith("losses/") and "loss" in name[7:] for name in events.Tags()["scalars"])
 
 
+def count_episodes(script, monkeypatch):
+    """From now on environments come with gymnasium's statistics; returns the list that receives them."""
+    counted, make_envs = [], script.make_envs
+
+    def counting(*args):
+        counted.append(RecordEpisodeStatistics(make_envs(*args), buffer_length=1000))
+        return counted[-1]
+
+    monkeypatch.setattr(script, "make_envs", counting)
+    return counted
+
+
+def test_episodes_are_counted_as_gymnasium_does(script, tmp_path, monkeypatch):
+    counted = count_episodes(script, monkeypatch)
+    folder = train(script, tmp_path, total_timesteps=1500, num_envs=3)
+    events = EventAccumulator(str(folder)).Reload()
+    returns, lengths = ([event.value for event in events.Scalars(f"charts/episodic_{x}")] for x in ("return", "length"))
+    assert summary(folder)["episodes"] == len(returns) == counted[0].episode_count >= 6
+    assert returns == pytest.approx(list(counted[0].return_queue)) and lengths == list(counted[0].length_queue)
+    assert summary(folder)["episodic_return"] == pytest.approx(np.mean(returns[-20:]))
+
+
 def test_same_seed_same_numbers(script, tmp_path):
     learners = []
     for seed in (3, 3, 4):
@@ -124,6 +147,8 @@ def test_resuming_continues_the_run(script, tmp_path):
     assert after["episodes"] > before["episodes"]
     if after["episodes"] <= 20:  # the returns of the last 20 are kept
         assert after["returns"][: len(before["returns"])] == before["returns"]
+    lengths = EventAccumulator(str(again)).Reload().Scalars("charts/episodic_length")
+    assert sum(event.value for event in lengths) <= 250  # steps of the second run
     updates = {"sac": (350, 600), "td3": (350, 600), "ppo": (9, 14), "dqn": (35, 60)}[algorithm(script)]
     assert (before["learner"]["updates"], after["learner"]["updates"]) == updates
     if "stored" in after["learner"]:
@@ -297,7 +322,7 @@ def test_checkpoints_that_do_not_fit_are_refused(script, checkpoints, tmp_path, 
 
 def test_evaluation_is_deterministic_and_leaves_no_run(turbo, checkpoints, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    printed = []
+    counted, printed = count_episodes(turbo, monkeypatch), []
     for _ in range(2):
         path = str(checkpoints[turbo.SCRIPT])
         turbo.train(turbo.Args(**small(turbo), evaluate=path, eval_episodes=3))
@@ -305,8 +330,9 @@ def test_evaluation_is_deterministic_and_leaves_no_run(turbo, checkpoints, tmp_p
     assert printed[0] == printed[1]
     pattern = r"3 episodes: mean return (-?[\d.]+), standard deviation ([\d.]+)\n"
     mean, deviation = re.fullmatch(pattern, printed[0]).groups()
-    low, high = (0, 500) if algorithm(turbo) == "dqn" else (-2000, 0)
-    assert low < float(mean) < high and float(deviation) >= 0
+    returns = counted[-1].return_queue
+    assert len(returns) == 3
+    assert (float(mean), float(deviation)) == pytest.approx((np.mean(returns), np.std(returns)), abs=0.01)
     assert not list(tmp_path.iterdir())
 
 

@@ -34,7 +34,7 @@ def roll_out(learners, seed=0):
             learner.act(t, obs[i])
             if i:
                 learner.host_actions[t] = first.storage["actions"][t].numpy()
-            obs[i] = learner.record(t, next_obs, last_obs, rewards, terminated, truncated)
+            obs[i] = learner.record(t, next_obs, last_obs, rewards, terminated, terminated | truncated)
     return obs[0]
 
 
@@ -111,7 +111,7 @@ def test_normaliser_agrees_with_numpy_on_a_million_values(num_envs):
     normalizer = TURBO.Normalizer(num_envs, dims, 0.9)
     returns, running = np.zeros((steps, num_envs)), np.zeros(num_envs)
     for t in range(steps):
-        normalizer.update(obs[t], rewards[t], ended[t])
+        scaled_obs, scaled_rewards = normalizer.normalize(obs[t], rewards[t], ended[t])
         returns[t] = running = 0.9 * running + rewards[t]
         running = np.where(ended[t], 0, running)
     rows = np.concatenate((obs.reshape(-1, dims), returns.reshape(-1, 1)), 1)
@@ -119,7 +119,9 @@ def test_normaliser_agrees_with_numpy_on_a_million_values(num_envs):
     np.testing.assert_allclose(normalizer.std, np.sqrt(rows.var(0) + 1e-8), rtol=1e-9)
     scaled = normalizer.scale_obs(obs[:, 0])
     assert scaled.dtype == np.float32 and np.abs(scaled.mean(0)).max() < 0.02 and np.abs(scaled.std(0) - 1).max() < 0.02
-    assert normalizer.scale_obs(obs[0] + 1e6).max() == 10 and normalizer.scale_rewards(np.array([-1e6])) == -10
+    assert np.array_equal(scaled_obs, normalizer.scale_obs(obs[-1])) and scaled_rewards.dtype == np.float32
+    np.testing.assert_allclose(scaled_rewards, rewards[-1] / rows[:, -1].std(), rtol=1e-4)
+    assert normalizer.scale_obs(obs[0] + 1e6).max() == 10
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
@@ -158,7 +160,7 @@ def test_turbo_equals_plain(mode, kwargs, monkeypatch):
 def test_steps_keep_the_true_last_observation_and_tell_terminal_from_truncated(
     script, env_id, bootstrap, terminal, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(script.Normalizer, "scale_obs", lambda self, obs: obs.astype(np.float32))
+    do_not_normalize(script, monkeypatch)
     seen = []
     sizes = {"num_envs": 2, "total_timesteps": 200, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1}
     args = script.Args(env_id=env_id, run_dir=str(tmp_path), bootstrap_truncation=bootstrap, **sizes)
@@ -171,17 +173,23 @@ def test_steps_keep_the_true_last_observation_and_tell_terminal_from_truncated(
     assert (obs[1:, :, 0] == np.where(last[:-1], 0, next_obs[:-1, :, 0])).all()
 
 
+def do_not_normalize(script, monkeypatch):
+    monkeypatch.setattr(script.Normalizer, "normalize", lambda self, obs, rewards=0.0, ended=False: (obs, rewards))
+    monkeypatch.setattr(script.Normalizer, "scale_obs", lambda self, obs: obs)
+
+
 def columns_of(learner):
     """obs, next_obs, terminated and ended of the stored rollout, numpy, each (num_steps, num_envs, ...)."""
     if hasattr(learner, "storage"):
         return [learner.storage[name].numpy().copy() for name in ("obs", "next_obs", "terminated", "ended")]
-    return [x.copy() for x in (learner.host_obs, learner.host_next_obs, *learner.host_scalars.transpose(2, 0, 1)[1:])]
+    names = ("host_obs", "host_next_obs", "host_terminated", "host_ended")
+    return [getattr(learner, name).copy() for name in names]
 
 
 @pytest.mark.parametrize(("bootstrap", "value"), [(True, 10.0), (False, 2.5)])
 def test_values_bootstrap_through_truncation_unless_told_not_to(script, bootstrap, value, tmp_path, monkeypatch):
     """With gamma = 0.9 and rewards of 1, V = 1 + gamma V, or V = 1 + gamma V 2/3 if every third step is the last."""
-    monkeypatch.setattr(script.Normalizer, "scale_rewards", lambda self, rewards: rewards.astype(np.float32))
+    do_not_normalize(script, monkeypatch)
     seen = []
     sizes = {
         "total_timesteps": 4000,
@@ -241,8 +249,8 @@ def test_rewards_are_scaled_by_returns_that_end_with_their_episode():
     """Rewards of 1 in episodes of one step have returns of 1 only: variance 0, so that they are clipped."""
     normalizer = TURBO.Normalizer(4, 1, 0.99)
     for _ in range(1000):
-        normalizer.update(np.zeros((4, 1)), np.ones(4), np.ones(4, bool))
-    assert normalizer.scale_rewards(np.ones(4)) == pytest.approx(10)
+        _, rewards = normalizer.normalize(np.zeros((4, 1)), np.ones(4), np.ones(4, bool))
+    assert rewards == pytest.approx(10)
     assert normalizer.mean[-1] == pytest.approx(1)
 
 
