@@ -2,9 +2,10 @@
 
     python benchmark/run.py --algo sac_continuous_action --seeds 1 2 3 --total-timesteps 9000
 
-Each seed is one round of all modes, one after the other, each in a process of its own; a ratio compares two runs of
-one round, so that a machine that slows down for a while slows both. Compiled modes start with an empty compiler cache:
-warm-up is what a first run waits for. The summaries stay under --run-dir; --report-only prints their table again.
+Each seed is one round of all modes, each in a process of its own. Once they are warm they train in turns, a sixtieth of
+the steps each (turns.py), so that a machine that slows down for a while slows all of them. Compiled modes start with an
+empty compiler cache: warm-up is what a first run waits for. The summaries stay under --run-dir; --report-only prints
+their table again.
 """
 
 import json
@@ -19,15 +20,15 @@ from pathlib import Path
 import torch
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
 MODES = {
-    "plain": ("leanrl/{algo}.py", []),
-    "eager": ("leanrl/{algo}_torchcompile.py", []),
-    "compile": ("leanrl/{algo}_torchcompile.py", ["--compile"]),
-    "cudagraphs": ("leanrl/{algo}_torchcompile.py", ["--cudagraphs"]),
-    "compile+cudagraphs": ("leanrl/{algo}_torchcompile.py", ["--compile", "--cudagraphs"]),
+    "plain": ["turns.py", "{algo}"],
+    "eager": ["turns.py", "{algo}_torchcompile"],
+    "compile": ["turns.py", "{algo}_torchcompile", "--compile"],
+    "cudagraphs": ["turns.py", "{algo}_torchcompile", "--cudagraphs"],
+    "compile+cudagraphs": ["turns.py", "{algo}_torchcompile", "--compile", "--cudagraphs"],
 }
-PEERS = {"sb3": ("benchmark/sb3.py", [])}  # only when asked for, and only for PPO
+PEERS = {"sb3": ["sb3.py"]}  # only when asked for, and only for PPO
 DEFAULTS = {  # environment and steps: warm-up and a minute or so of steady training
     "sac_continuous_action": ("HalfCheetah-v5", 9_000),
     "td3_continuous_action": ("HalfCheetah-v5", 30_000),
@@ -58,21 +59,45 @@ class Args:
     """print the table of the runs that are already in --run-dir"""
 
 
-def run(args, mode, seed):
-    """Run one mode with one seed to its end, its output in log.txt beside it."""
-    script, mode_flags = (MODES | PEERS)[mode]
+def start(args, mode, seed, cache):
+    """Start one mode with one seed in a process of its own, whose progress goes to log.txt beside the run."""
     folder = args.run_dir / mode / str(seed)
     folder.mkdir(parents=True, exist_ok=True)
     env_id, total_timesteps = DEFAULTS[args.algo]
     common = {"env-id": args.env_id or env_id, "total-timesteps": args.total_timesteps or total_timesteps}
-    common |= {"num-envs": args.num_envs}
-    flags = [f"--{name}={value}" for name, value in (common | {"seed": seed, "run-dir": folder}).items()]
-    command = [sys.executable, str(ROOT / script.format(algo=args.algo)), *flags, *mode_flags, *args.flags.split()]
-    with tempfile.TemporaryDirectory() as cache, open(folder / "log.txt", "w") as log:
+    common |= {"num-envs": args.num_envs, "seed": seed, "run-dir": folder}
+    program, *rest = (word.format(algo=args.algo) for word in (MODES | PEERS)[mode])
+    flags = [*rest, *(f"--{name}={value}" for name, value in common.items()), *args.flags.split()]
+    with open(folder / "log.txt", "w") as log:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
-        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
-    if status != 0:
-        raise SystemExit(f"error: {mode} with seed {seed} ended with exit code {status}; see {folder / 'log.txt'}")
+        return subprocess.Popen([sys.executable, str(HERE / program), *flags], env=environment, **pipes)
+
+
+def run_round(args, modes, seed):
+    """Train all modes with one seed: warm up one after the other, then take turns until all are done."""
+    processes = {}
+    with tempfile.TemporaryDirectory() as caches:
+        try:
+            for mode in modes:
+                print(f"seed {seed}: {mode}", file=sys.stderr, flush=True)
+                processes[mode] = start(args, mode, seed, f"{caches}/{mode}")
+                wait(processes, mode, args.run_dir / mode / str(seed))
+            while processes:
+                for mode in list(processes):
+                    print(file=processes[mode].stdin, flush=True)
+                    wait(processes, mode, args.run_dir / mode / str(seed))
+        finally:
+            for process in processes.values():
+                process.kill()
+
+
+def wait(processes, mode, folder):
+    """Wait until the turn of `mode` is over; if its process has ended, take it out of `processes`."""
+    if not processes[mode].stdout.readline():
+        status = processes.pop(mode).wait()
+        if status != 0:
+            raise SystemExit(f"error: {mode} ended with exit code {status}; see {folder / 'log.txt'}")
 
 
 def load(run_dir):
@@ -124,9 +149,7 @@ def main(args):
             raise SystemExit(2)
         modes = [mode for mode in args.modes if torch.cuda.is_available() or "cudagraphs" not in mode]
         for round_, seed in enumerate(args.seeds):
-            for mode in modes if round_ % 2 == 0 else modes[::-1]:
-                print(f"seed {seed}: {mode}", file=sys.stderr, flush=True)
-                run(args, mode, seed)
+            run_round(args, modes if round_ % 2 == 0 else modes[::-1], seed)
     summaries = load(args.run_dir)
     for summary in list(summaries.values())[:1]:
         first = next(iter(summary.values()))

@@ -19,6 +19,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecNormalize
+from turns import Turns
 
 
 @dataclass
@@ -36,19 +37,19 @@ class Args:
 
 
 class Clock(BaseCallback):
-    """Notes when the second rollout begins: by then the first update is over."""
+    """Takes turns from the second rollout on: by then the first update is over."""
 
-    def __init__(self):
+    def __init__(self, steps_per_turn):
         super().__init__()
-        self.start, self.steady, self.rollouts = time.perf_counter(), None, 0
+        self.start, self.warmup_seconds, self.turns = time.perf_counter(), None, Turns(steps_per_turn)
 
     def _on_step(self):
         return True
 
     def _on_rollout_start(self):
-        self.rollouts += 1
-        if self.rollouts == 2:
-            self.steady = (self.num_timesteps, time.perf_counter())
+        if self.num_timesteps:
+            self.warmup_seconds = self.warmup_seconds or time.perf_counter() - self.start
+            self.turns(self.num_timesteps)
 
 
 def main(args):
@@ -56,12 +57,11 @@ def main(args):
     settings = {"n_steps": 2048, "batch_size": 64 * args.num_envs, "n_epochs": 10, "gae_lambda": 0.95, "gamma": 0.99}
     settings |= {"learning_rate": lambda left: 3e-4 * left, "clip_range": 0.2, "clip_range_vf": 0.2, "ent_coef": 0.0}
     model = PPO("MlpPolicy", envs, **settings, vf_coef=0.5, max_grad_norm=0.5, seed=args.seed)
-    clock = Clock()
+    clock = Clock(args.total_timesteps // 60)
     model.learn(args.total_timesteps, callback=clock)
-    end, (step, steady) = time.perf_counter(), clock.steady
     report = {"script": "stable_baselines3.PPO", "env_id": args.env_id, "seed": args.seed, "num_envs": args.num_envs}
-    report |= {"device": str(model.device), "steady_sps": (model.num_timesteps - step) / (end - steady)}
-    report |= {"warmup_seconds": steady - clock.start, "global_step": model.num_timesteps, "cores": os.cpu_count()}
+    report |= {"device": str(model.device), "steady_sps": clock.turns.steps_per_second}
+    report |= {"warmup_seconds": clock.warmup_seconds, "global_step": model.num_timesteps, "cores": os.cpu_count()}
     report |= {"episodic_return": float(np.mean([episode["r"] for episode in model.ep_info_buffer]))}
     report |= {"versions": {"stable_baselines3": stable_baselines3.__version__, "torch": torch.__version__}}
     folder = args.run_dir / "sb3"

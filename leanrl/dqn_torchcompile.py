@@ -335,7 +335,7 @@ class DQN:
         self.buffer = torch.empty(args.buffer_size + self.block, sum(self.columns), device=device)
         self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions ever: the ring's cursor and size
         self.host_inbox = torch.zeros(self.block + 1, sum(self.columns), pin_memory=cuda)
-        self.inbox = self.host_inbox.to(device, copy=True)
+        self.inbox = self.host_inbox.to(device)  # on a CPU the same memory
         obs, next_obs, *scalars = self.host_inbox.split(self.columns, 1)
         names = ("obs", "next_obs", "actions", "rewards", "terminated")
         columns = (obs, next_obs, *(column[:, 0] for column in scalars))

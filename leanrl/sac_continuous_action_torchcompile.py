@@ -314,6 +314,7 @@ class SAC:
         self.critic_adam = Adam(self.critics, args.q_lr)
         self.alpha_adam = Adam(self.log_alpha, args.q_lr)
         self.critic_losses, self.actor_losses = torch.zeros(3, device=device), torch.zeros(3, device=device)
+        self.uniform = partial(torch.rand, args.batch_size, dtype=torch.float64, device=device)  # float32 skips rows
         self.noise = partial(torch.randn, args.batch_size, self.act_dim, device=device)
         self.warmup_updates = GRAPH_WARMUP * math.lcm(args.policy_frequency, args.target_network_frequency)
         self.columns = (self.obs_dim, self.obs_dim, self.act_dim, 1, 1)  # obs, next_obs, action, reward, terminated
@@ -321,7 +322,7 @@ class SAC:
         self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions ever: the ring's cursor and size
         self.host_inbox = torch.zeros(self.num_envs, sum(self.columns) + self.obs_dim, pin_memory=cuda)
         self.host_actions = torch.zeros(self.num_envs, self.act_dim, pin_memory=cuda)
-        self.inbox, self.actions = self.host_inbox.to(device, copy=True), self.host_actions.to(device, copy=True)
+        self.inbox, self.actions = self.host_inbox.to(device), self.host_actions.to(device)  # on a CPU the same memory
         self.actions_ready = torch.cuda.Event() if cuda else None  # so truthy on CUDA alone
         self.apply_compile_and_cudagraphs()
 
@@ -356,9 +357,13 @@ class SAC:
         x = hidden_layers(torch.cat((obs, actions), -1).expand(2, -1, -1), *hidden)
         return (x * w3.mT).sum(-1) + b3.squeeze(-1)  # faster than a matmul with one column
 
-    def update_critics(self, rows, noise):
-        """Equation 5 for replay rows (batch, sum(columns)); the next actions come from noise (batch, act_dim)."""
-        obs, next_obs, actions, rewards, terminated = rows.split(self.columns, -1)
+    def replay(self, uniform):
+        """Rows of the filled part of the buffer, (batch, sum(columns)), drawn by `uniform`, (batch,) from [0, 1)."""
+        return self.buffer.index_select(0, (uniform * self.stored.clamp(max=self.args.buffer_size)).long())
+
+    def update_critics(self, target_turn, uniform, noise):
+        """Equation 5 for rows from `replay`, next actions by noise (batch, act_dim); returns the rows' observations."""
+        obs, next_obs, actions, rewards, terminated = self.replay(uniform).split(self.columns, -1)
         next_actions, next_log_prob = self.squash(*self.policy(self.actor, next_obs), noise)
         next_q = self.q_values(self.target_critics, next_obs, next_actions).amin(0)
         next_v = next_q - self.log_alpha.exp() * next_log_prob
@@ -368,6 +373,9 @@ class SAC:
         loss = (q - target).square().mean(-1).sum()
         self.critic_adam.step(self.critics, *torch.autograd.grad(loss, critics))
         self.critic_losses.copy_(torch.stack((*q.detach().mean(-1), loss.detach())))
+        if target_turn:
+            self.target_critics.lerp_(self.critics, self.args.tau)
+        return obs
 
     def update_actor(self, obs, noises):
         """Equation 7, then equation 18 with the new actor, for obs (batch, obs_dim) and each pair of noises."""
@@ -387,20 +395,12 @@ class SAC:
                 self.alpha_adam.step(self.log_alpha, alpha_loss.clone())
         self.actor_losses.copy_(torch.cat((loss.detach().view(1), self.log_alpha.exp(), alpha_loss)))
 
-    def replay(self):
-        """Rows drawn uniformly from the filled part of the buffer, (batch, sum(columns))."""
-        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)  # float32 would skip rows
-        return self.buffer[(uniform * self.stored.clamp(max=self.args.buffer_size)).long()]
-
     def learn(self, actor_turn, target_turn):
         """One update, on the device from beginning to end."""
-        rows = self.replay()
-        self.update_critics(rows, self.noise())
+        obs = self.update_critics(target_turn, self.uniform(), self.noise())
         if actor_turn:
             noises = [(self.noise(), self.noise()) for _ in range(self.args.policy_frequency)]
-            self.update_actor(rows[:, : self.obs_dim], noises)
-        if target_turn:
-            self.target_critics.lerp_(self.critics, self.args.tau)
+            self.update_actor(obs, noises)
 
     def update(self):
         """Launch one update; on CUDA it still runs when this returns."""

@@ -320,13 +320,15 @@ class TD3:
         self.actor_adam = Adam(self.actor, args.learning_rate)
         self.critic_adam = Adam(self.critics, args.learning_rate)
         self.critic_losses, self.actor_loss = torch.zeros(3, device=device), torch.zeros(1, device=device)
+        self.uniform = partial(torch.rand, args.batch_size, dtype=torch.float64, device=device)  # float32 skips rows
+        self.noise = partial(torch.randn, args.batch_size, self.act_dim, device=device)
         self.updates, self.warmup_updates = 0, GRAPH_WARMUP * args.policy_frequency
         self.columns = (self.obs_dim, self.obs_dim, self.act_dim, 1, 1)  # obs, next_obs, action, reward, terminated
         self.buffer = torch.empty(args.buffer_size, sum(self.columns), device=device)
         self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions ever: the ring's cursor and size
         self.host_inbox = torch.zeros(self.num_envs, sum(self.columns) + self.obs_dim, pin_memory=cuda)
         self.host_actions = torch.zeros(self.num_envs, self.act_dim, pin_memory=cuda)
-        self.inbox, self.actions = self.host_inbox.to(device, copy=True), self.host_actions.to(device, copy=True)
+        self.inbox, self.actions = self.host_inbox.to(device), self.host_actions.to(device)  # on a CPU the same memory
         self.actions_ready = torch.cuda.Event() if cuda else None  # so truthy on CUDA alone
         self.apply_compile_and_cudagraphs()
 
@@ -351,9 +353,13 @@ class TD3:
         """Actions plus `noise`, in units of half the range of each dimension, kept within the bounds."""
         return (self.policy(actor, obs) + noise * self.action_scale).clamp(self.action_low, self.action_high)
 
-    def update_critics(self, rows, noise):
-        """Clipped double Q-learning for replay rows (batch, sum(columns)) and standard normal noise."""
-        obs, next_obs, actions, rewards, terminated = rows.split(self.columns, -1)
+    def replay(self, uniform):
+        """Rows of the filled part of the buffer, (batch, sum(columns)), drawn by `uniform`, (batch,) from [0, 1)."""
+        return self.buffer.index_select(0, (uniform * self.stored.clamp(max=self.args.buffer_size)).long())
+
+    def update_critics(self, uniform, noise):
+        """Clipped double Q-learning for rows from `replay` and normal noise, (batch, act_dim); returns their obs."""
+        obs, next_obs, actions, rewards, terminated = self.replay(uniform).split(self.columns, -1)
         noise = (self.args.policy_noise * noise).clamp(-self.args.noise_clip, self.args.noise_clip)
         next_actions = self.policy_with_noise(self.target_actor, next_obs, noise)  # target policy smoothing
         next_q = q_values(unflatten(self.target_critics, self.critic_shapes), next_obs, next_actions).amin(0)
@@ -363,28 +369,23 @@ class TD3:
         loss = (q - target).square().mean(-1).sum()
         self.critic_adam.step(self.critics, *torch.autograd.grad(loss, critics))
         self.critic_losses.copy_(torch.stack((*q.detach().mean(-1), loss.detach())))
+        return obs
 
     def update_actor(self, obs):
-        """The deterministic policy gradient, by the first critic alone, for obs (batch, obs_dim)."""
+        """The deterministic policy gradient, by the first critic alone, for obs (batch, obs_dim); then the targets."""
         actor = self.actor.detach().requires_grad_()
         first_critic = [ensemble[0] for ensemble in unflatten(self.critics, self.critic_shapes)]
         loss = -q_values(first_critic, obs, self.policy(actor, obs)).mean()
         self.actor_adam.step(self.actor, *torch.autograd.grad(loss, actor))
         self.actor_loss.copy_(loss.detach())
-
-    def replay(self):
-        """Rows drawn uniformly from the filled part of the buffer, (batch, sum(columns))."""
-        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)  # float32 would skip rows
-        return self.buffer[(uniform * self.stored.clamp(max=self.args.buffer_size)).long()]
+        self.target_actor.lerp_(self.actor, self.args.tau)
+        self.target_critics.lerp_(self.critics, self.args.tau)
 
     def learn(self, actor_turn):
         """One update, on the device from beginning to end."""
-        rows = self.replay()
-        self.update_critics(rows, torch.randn(self.args.batch_size, self.act_dim, device=self.device))
+        obs = self.update_critics(self.uniform(), self.noise())
         if actor_turn:
-            self.update_actor(rows[:, : self.obs_dim])
-            self.target_actor.lerp_(self.actor, self.args.tau)
-            self.target_critics.lerp_(self.critics, self.args.tau)
+            self.update_actor(obs)
 
     def update(self):
         """Launch one update; on CUDA it still runs when this returns."""

@@ -129,8 +129,19 @@ def transitions(learner, generator):
     return normal((n, obs_dim)), normal((n, obs_dim)), normal((n, act_dim)), normal(n), terminated, normal((n, obs_dim))
 
 
+def replay_in_order(learner):
+    """Let the turbo learner's updates take the buffer's first rows instead of random ones."""
+    batch = learner.args.batch_size
+    order = (torch.arange(batch, dtype=torch.float64, device=learner.device) + 0.5) / batch
+    learner.uniform = lambda: order
+    learner.stored.fill_(batch)
+
+
 def feed_same_batches(plain, turbo, seed):
-    """Make both learners see the same batch at each update, and the same noise if they are seeded alike before it."""
+    """Make both learners see the same batch at each update, and the same noise if they are seeded alike before it.
+
+    Plain has to go first.
+    """
     generator = torch.Generator().manual_seed(seed)
     batch, obs_dim, act_dim = plain.args.batch_size, turbo.obs_dim, turbo.act_dim
 
@@ -141,9 +152,13 @@ def feed_same_batches(plain, turbo, seed):
         columns["terminated"] = (torch.rand(batch, generator=generator) < 0.1).float()
         return columns
 
-    batches = []
-    plain.sample = lambda: batches.append(draw()) or batches[-1]
-    turbo.replay = lambda: torch.cat([column.reshape(batch, -1) for column in batches[-1].values()], 1)
+    def sample():
+        columns = draw()
+        turbo.buffer[:batch] = torch.cat([column.reshape(batch, -1) for column in columns.values()], 1)
+        return columns
+
+    plain.sample = sample
+    replay_in_order(turbo)
 
 
 def stored_rows(learner):

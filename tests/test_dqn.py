@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from capture import record
-from conftest import MODES, DiscreteCountdown, assert_same_state, make_learner, on_cuda
+from conftest import MODES, DiscreteCountdown, assert_same_state, make_learner, on_cuda, replay_in_order
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PLAIN, TURBO = conftest.PLAIN["dqn"], conftest.TURBO["dqn"]
@@ -45,14 +45,6 @@ def flat(network, get=lambda parameter: parameter):
     """A plain network's parameters, or what `get` makes of each, in the turbo script's order."""
     layers = (network.fc1, network.fc2, network.fc3)
     return torch.cat([x.detach().flatten() for m in layers for x in (get(m.weight).T, get(m.bias))])
-
-
-def replay_in_order(learner):
-    """Let the turbo learner's updates take the buffer's first rows instead of random ones."""
-    batch = learner.args.batch_size
-    order = (torch.arange(batch, dtype=torch.float64, device=learner.device) + 0.5) / batch
-    learner.uniform = lambda: order
-    learner.stored.fill_(batch)
 
 
 def assert_learners_agree(plain, turbo, tolerance):

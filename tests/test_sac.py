@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from capture import record
-from conftest import MODES, advance, feed_same_batches, make_learner, on_cuda, transitions
+from conftest import MODES, advance, feed_same_batches, make_learner, on_cuda, replay_in_order, transitions
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PLAIN, TURBO = conftest.PLAIN["sac"], conftest.TURBO["sac"]
@@ -159,13 +159,6 @@ def test_sac_swings_up_the_pendulum(script, tmp_path):
 ON_CUDA = {"script": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200, "policy_lr": 3e-5}
 
 
-def replay_in_order(learner):
-    """Sample the buffer's first rows and draw no noise: then all modes see the same numbers."""
-    learner.replay = lambda: learner.buffer[: learner.args.batch_size]
-    learner.noise = lambda: torch.zeros(learner.args.batch_size, learner.act_dim, device=learner.device)
-    learner.buffer.copy_(torch.randn(learner.buffer.shape, generator=torch.Generator().manual_seed(0)))
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("updates", [1, 3, 6, 7, 50])
 @on_cuda
@@ -175,6 +168,8 @@ def test_modes_agree(mode, updates):
     for kwargs in ({}, MODES[mode]):
         learner = make_learner(**ON_CUDA, **kwargs)
         replay_in_order(learner)
+        learner.noise = lambda: torch.zeros(64, 1, device="cuda")  # so that all modes see the same numbers
+        learner.buffer.copy_(torch.randn(learner.buffer.shape, generator=torch.Generator().manual_seed(0)))
         for _ in range(updates):
             learner.update()
         results.append({name: tensor.clone() for name, tensor in learner.tensors().items()})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from capture import record
-from conftest import MODES, advance, feed_same_batches, make_learner, on_cuda, transitions
+from conftest import MODES, advance, feed_same_batches, make_learner, on_cuda, replay_in_order, transitions
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PLAIN, TURBO = conftest.PLAIN["td3"], conftest.TURBO["td3"]
@@ -279,7 +279,7 @@ def test_modes_agree(mode, updates):
     results = []
     for kwargs in ({}, MODES[mode]):
         learner = make_learner(**ON_CUDA, **kwargs, policy_noise=0.0)
-        learner.replay = lambda learner=learner: learner.buffer[: learner.args.batch_size]
+        replay_in_order(learner)
         learner.buffer.copy_(torch.randn(learner.buffer.shape, generator=torch.Generator().manual_seed(0)))
         for _ in range(updates):
             learner.update()
@@ -299,7 +299,7 @@ def test_repeated_updates_draw_fresh_rows_and_noise(mode, fixed_rows):
     """From the same state, past capture, an update has another loss each time, be it for its smoothing noise alone."""
     learner = make_learner(**ON_CUDA, **MODES[mode])
     if fixed_rows:
-        learner.replay = lambda: learner.buffer[: learner.args.batch_size]
+        replay_in_order(learner)
         learner.buffer.copy_(torch.randn(learner.buffer.shape, generator=torch.Generator().manual_seed(0)))
     advance(learner, 30)
     saved = {name: tensor.clone() for name, tensor in learner.tensors().items()}
