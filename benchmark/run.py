@@ -2,14 +2,16 @@
 
     python benchmark/run.py --algo sac_continuous_action --seeds 1 2 3 --total-timesteps 9000
 
-Each seed is one round of all modes, each in a process of its own. Once they are warm they train in turns, a sixtieth of
-the steps each (turns.py), so that a machine that slows down for a while slows all of them. Compiled modes start with an
-empty compiler cache: warm-up is what a first run waits for. The summaries stay under --run-dir; --report-only prints
-their table again.
+Each seed is one round of all modes, each in a process of its own. Once warm they train in turns (turns.py), from log to
+log for at least a sixtieth of the steps, so that a machine that slows down for a while slows all of them. Compiled
+modes start with an empty compiler cache: warm-up is what a first run waits for. The summaries stay under --run-dir;
+--report-only prints their table again.
 """
 
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -71,13 +73,14 @@ def start(args, mode, seed, cache):
     with open(folder / "log.txt", "w") as log:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
-        return subprocess.Popen([sys.executable, str(HERE / program), *flags], env=environment, **pipes)
+        command = [sys.executable, str(HERE / program), *flags]
+        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)  # Ctrl-C is for us alone
 
 
 def run_round(args, modes, seed):
     """Train all modes with one seed: warm up one after the other, then take turns until all are done."""
     processes = {}
-    with tempfile.TemporaryDirectory() as caches:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
         try:
             for mode in modes:
                 print(f"seed {seed}: {mode}", file=sys.stderr, flush=True)
@@ -85,11 +88,13 @@ def run_round(args, modes, seed):
                 wait(processes, mode, args.run_dir / mode / str(seed))
             while processes:
                 for mode in list(processes):
-                    print(file=processes[mode].stdin, flush=True)
+                    with contextlib.suppress(BrokenPipeError):  # it has died, as `wait` will see
+                        print(file=processes[mode].stdin, flush=True)
                     wait(processes, mode, args.run_dir / mode / str(seed))
         finally:
             for process in processes.values():
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # its compiler too
+                process.wait()
 
 
 def wait(processes, mode, folder):

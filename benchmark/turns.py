@@ -3,11 +3,12 @@
     python benchmark/turns.py sac_continuous_action_torchcompile --compile
 
 is what run.py starts once for each mode. A line on standard output says that a turn is over, a line on standard input
-begins the next one.
+(by hand: Enter) begins the next one.
 """
 
 import importlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -19,18 +20,22 @@ class Turns:
     """Divides a run into turns of at least `steps` environment steps, and counts steps and seconds within them."""
 
     def __init__(self, steps):
-        self.steps, self.steps_taken, self.seconds, self.begin = steps, 0, 0.0, None
+        self.steps, self.steps_taken, self.seconds, self.waited, self.begin = steps, 0, 0.0, 0.0, None
+        self.channel = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what others print goes to the log
 
     def __call__(self, step):
         """To be called between environment steps, `step` so far: the first call, and the end of a turn, wait."""
+        now = time.perf_counter()
         if self.begin:
-            steps, seconds = step - self.begin[0], time.perf_counter() - self.begin[1]
-            if steps < self.steps:
+            if step - self.begin[0] < self.steps:
                 return
-            self.steps_taken, self.seconds = self.steps_taken + steps, self.seconds + seconds
-        print("over", flush=True)
-        sys.stdin.readline()
+            self.steps_taken, self.seconds = self.steps_taken + step - self.begin[0], self.seconds + now - self.begin[1]
+        print("over", file=self.channel, flush=True)
+        if not sys.stdin.readline():
+            raise SystemExit("nobody is there any more to begin the next turn")
         self.begin = (step, time.perf_counter())
+        self.waited += self.begin[1] - now
 
     @property
     def steps_per_second(self):
@@ -51,8 +56,9 @@ def main(name, *flags):
                 turns(step)
 
     script.train(args, on_log)
-    path = next(Path(args.run_dir).glob("*/summary.json"))
-    summary = json.loads(path.read_text()) | {"steady_sps": turns.steps_per_second}  # without the time of waiting
+    path = max(Path(args.run_dir).glob("*/summary.json"), key=lambda path: path.stat().st_mtime)
+    summary = json.loads(path.read_text())  # which has counted the others' turns too
+    summary |= {"steady_sps": turns.steps_per_second, "wall_seconds": summary["wall_seconds"] - turns.waited}
     path.write_text(json.dumps(summary, indent=2))
 
 

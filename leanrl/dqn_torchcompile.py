@@ -178,7 +178,7 @@ def load_checkpoint(name, args):
 
 
 class Run:
-    """A run from outside: its folder (config, events, checkpoint, summary), progress bar, clock, and Ctrl-C."""
+    """A run from outside: folder (config, events, checkpoint, summary), episodes, progress bar, clock, and Ctrl-C."""
 
     def __init__(self, args, folder, device, envs, checkpoint):
         self.args, self.folder, self.device, self.envs, checkpoint = args, folder, device, envs, checkpoint or {}
@@ -403,7 +403,7 @@ class DQN:
     def store_and_update(self, uniform):
         """Store the inbox, then equation 2 for rows drawn from the filled part of the ring by `uniform`, (batch,)."""
         self.store_inbox()
-        rows = self.buffer[(uniform * self.stored.clamp(max=self.args.buffer_size)).long()]
+        rows = self.buffer.index_select(0, (uniform * self.stored.clamp(max=self.args.buffer_size)).long())
         obs, next_obs, actions, rewards, terminated = rows.T.split(self.columns)
         next_q = action_values(unflatten(self.q_target, self.shapes), next_obs).amax(0, keepdim=True)
         target = rewards + self.args.gamma * (1 - terminated) * next_q

@@ -196,7 +196,7 @@ def load_checkpoint(name, args):
 
 
 class Run:
-    """A run from outside: its folder (config, events, checkpoint, summary), progress bar, clock, and Ctrl-C."""
+    """A run from outside: folder (config, events, checkpoint, summary), episodes, progress bar, clock, and Ctrl-C."""
 
     def __init__(self, args, folder, device, envs, checkpoint):
         self.args, self.folder, self.device, self.envs, checkpoint = args, folder, device, envs, checkpoint or {}
@@ -291,7 +291,7 @@ class Normalizer:
         self.count, self.mean, self.squares, self.std = np.zeros(1), *np.zeros((3, obs_dim + 1))
 
     def normalize(self, obs, rewards=0.0, ended=False):
-        """Take in a step's new observations, (num_envs, obs_dim), and rewards, (num_envs,); returns both normalised."""
+        """Take in a step's observations, (num_envs, obs_dim), rewards, episode ends; returns the first two scaled."""
         self.rows[:, :-1] = obs
         self.rows[:, -1] = self.gamma * self.rows[:, -1] + rewards
         errors = self.rows - self.mean

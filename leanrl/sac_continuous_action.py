@@ -151,7 +151,7 @@ def load_checkpoint(name, args):
 
 
 class Run:
-    """A run from outside: its folder (config, events, checkpoint, summary), progress bar, clock, and Ctrl-C."""
+    """A run from outside: folder (config, events, checkpoint, summary), episodes, progress bar, clock, and Ctrl-C."""
 
     def __init__(self, args, folder, device, envs, checkpoint):
         self.args, self.folder, self.device, self.envs, checkpoint = args, folder, device, envs, checkpoint or {}

@@ -5,7 +5,7 @@ The algorithm and its defaults are CleanRL's, as in the plain twin, sac_continuo
 1. Parameters, and so gradients, are one flat vector (`unflatten`): Adam is a few operations (`Adam.step`).
 2. The twin critics are one batched matmul per layer (`SAC.q_values`), without gradients in the actor's loss.
 3. The replay buffer is on the device; an environment step costs one copy in and one copy out (`SAC.observe`).
-4. `--compile` makes one graph each of `store_and_act`, `update_critics` and `update_actor`, forward, backward and Adam.
+4. `--compile` makes a graph each of `store_and_act`, `update_critics` and `update_actor`, from replay to target update.
 5. `--cudagraphs` replays `respond` and `learn` as CUDA graphs, one launch each per environment step.
 6. The environment steps while the device updates (`train`): the host waits for actions, never for updates.
 
@@ -169,7 +169,7 @@ def load_checkpoint(name, args):
 
 
 class Run:
-    """A run from outside: its folder (config, events, checkpoint, summary), progress bar, clock, and Ctrl-C."""
+    """A run from outside: folder (config, events, checkpoint, summary), episodes, progress bar, clock, and Ctrl-C."""
 
     def __init__(self, args, folder, device, envs, checkpoint):
         self.args, self.folder, self.device, self.envs, checkpoint = args, folder, device, envs, checkpoint or {}

@@ -6,7 +6,7 @@ The algorithm and its defaults are CleanRL's, as in the plain twin, td3_continuo
 2. The twin critics are one batched matmul per layer (`q_values`); the actor's loss computes the first one alone, and
    no gradient for its weights (`TD3.update_actor`).
 3. The replay buffer is on the device; an environment step costs one copy in and one copy out (`TD3.observe`).
-4. `--compile` makes one graph each of `store_and_act`, `update_critics` and `update_actor`, forward, backward and Adam.
+4. `--compile` makes a graph each of `store_and_act`, `update_critics` and `update_actor`, from replay to target update.
 5. `--cudagraphs` replays `respond` and `learn` as CUDA graphs, one launch each per environment step.
 6. The environment steps while the device updates (`train`): the host waits for actions, never for updates.
 
@@ -168,7 +168,7 @@ def load_checkpoint(name, args):
 
 
 class Run:
-    """A run from outside: its folder (config, events, checkpoint, summary), progress bar, clock, and Ctrl-C."""
+    """A run from outside: folder (config, events, checkpoint, summary), episodes, progress bar, clock, and Ctrl-C."""
 
     def __init__(self, args, folder, device, envs, checkpoint):
         self.args, self.folder, self.device, self.envs, checkpoint = args, folder, device, envs, checkpoint or {}

@@ -145,15 +145,11 @@ def feed_same_batches(plain, turbo, seed):
     generator = torch.Generator().manual_seed(seed)
     batch, obs_dim, act_dim = plain.args.batch_size, turbo.obs_dim, turbo.act_dim
 
-    def draw():
+    def sample():
         columns = {name: torch.randn(batch, obs_dim, generator=generator) for name in ("obs", "next_obs")}
         columns["actions"] = turbo.action_bias + turbo.action_scale * torch.randn(batch, act_dim, generator=generator)
         columns["rewards"] = torch.randn(batch, generator=generator)
         columns["terminated"] = (torch.rand(batch, generator=generator) < 0.1).float()
-        return columns
-
-    def sample():
-        columns = draw()
         turbo.buffer[:batch] = torch.cat([column.reshape(batch, -1) for column in columns.values()], 1)
         return columns
 
