@@ -61,9 +61,8 @@ class Args:
     """print the table of the runs that are already in --run-dir"""
 
 
-def start(args, mode, seed, cache):
-    """Start one mode with one seed in a process of its own, whose progress goes to log.txt beside the run."""
-    folder = args.run_dir / mode / str(seed)
+def start(args, mode, seed, folder, cache):
+    """Start one mode with one seed in a process of its own, whose progress goes to log.txt in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     env_id, total_timesteps = DEFAULTS[args.algo]
     common = {"env-id": args.env_id or env_id, "total-timesteps": args.total_timesteps or total_timesteps}
@@ -79,18 +78,18 @@ def start(args, mode, seed, cache):
 
 def run_round(args, modes, seed):
     """Train all modes with one seed: warm up one after the other, then take turns until all are done."""
-    processes = {}
+    processes, folders = {}, {mode: args.run_dir / mode / str(seed) for mode in modes}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
         try:
             for mode in modes:
                 print(f"seed {seed}: {mode}", file=sys.stderr, flush=True)
-                processes[mode] = start(args, mode, seed, f"{caches}/{mode}")
-                wait(processes, mode, args.run_dir / mode / str(seed))
+                processes[mode] = start(args, mode, seed, folders[mode], f"{caches}/{mode}")
+                wait(processes, mode, folders[mode])
             while processes:
                 for mode in list(processes):
                     with contextlib.suppress(BrokenPipeError):  # it has died, as `wait` will see
                         print(file=processes[mode].stdin, flush=True)
-                    wait(processes, mode, args.run_dir / mode / str(seed))
+                    wait(processes, mode, folders[mode])
         finally:
             for process in processes.values():
                 os.killpg(process.pid, signal.SIGKILL)  # its compiler too

@@ -39,9 +39,9 @@ class Args:
 class Clock(BaseCallback):
     """Takes turns from the second rollout on: by then the first update is over."""
 
-    def __init__(self, steps_per_turn):
+    def __init__(self, total_timesteps):
         super().__init__()
-        self.start, self.warmup_seconds, self.turns = time.perf_counter(), None, Turns(steps_per_turn)
+        self.start, self.warmup_seconds, self.turns = time.perf_counter(), None, Turns(total_timesteps)
 
     def _on_step(self):
         return True
@@ -57,7 +57,7 @@ def main(args):
     settings = {"n_steps": 2048, "batch_size": 64 * args.num_envs, "n_epochs": 10, "gae_lambda": 0.95, "gamma": 0.99}
     settings |= {"learning_rate": lambda left: 3e-4 * left, "clip_range": 0.2, "clip_range_vf": 0.2, "ent_coef": 0.0}
     model = PPO("MlpPolicy", envs, **settings, vf_coef=0.5, max_grad_norm=0.5, seed=args.seed)
-    clock = Clock(args.total_timesteps // 60)
+    clock = Clock(args.total_timesteps)
     model.learn(args.total_timesteps, callback=clock)
     report = {"script": "stable_baselines3.PPO", "env_id": args.env_id, "seed": args.seed, "num_envs": args.num_envs}
     report |= {"device": str(model.device), "steady_sps": clock.turns.steps_per_second}

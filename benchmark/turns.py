@@ -17,10 +17,11 @@ import tyro
 
 
 class Turns:
-    """Divides a run into turns of at least `steps` environment steps, and counts steps and seconds within them."""
+    """Divides a run into turns of at least a sixtieth of its steps, and counts steps and seconds within them."""
 
-    def __init__(self, steps):
-        self.steps, self.steps_taken, self.seconds, self.waited, self.begin = steps, 0, 0.0, 0.0, None
+    def __init__(self, total_timesteps):
+        self.steps, self.steps_taken, self.begin = total_timesteps // 60, 0, None
+        self.seconds = self.waited = 0.0
         self.channel = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what others print goes to the log
 
@@ -47,7 +48,7 @@ def main(name, *flags):
     script = importlib.import_module(f"leanrl.{name}")
     args = tyro.cli(script.Args, args=flags)
     args.measure_burnin = 0  # warm-up ends where the first turn begins
-    turns, steady_logs = Turns(args.total_timesteps // 60), []
+    turns, steady_logs = Turns(args.total_timesteps), []
 
     def on_log(learner, losses, step):
         if getattr(learner, "stage", "training") == "training":  # plain learners have no stage

@@ -1,6 +1,7 @@
 """Environments and helpers that the tests share."""
 
 import importlib
+import io
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: processes that share cores wait for threads
@@ -9,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")} | {"dqn": "dqn"}
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
@@ -160,9 +162,22 @@ def feed_same_batches(plain, turbo, seed):
 def stored_rows(learner):
     """obs, next_obs and terminated of all stored transitions, numpy."""
     if hasattr(learner, "columns"):
-        obs, next_obs, _, _, terminated = learner.buffer[: int(learner.stored)].split(learner.columns, 1)
-        return obs.cpu().numpy(), next_obs.cpu().numpy(), terminated.cpu().numpy()[:, 0]
-    return [learner.buffer[name][: learner.stored].numpy() for name in ("obs", "next_obs", "terminated")]
+        obs, next_obs, _, _, terminated = learner.state_dict()["buffer"].split(learner.columns, 1)
+        return obs.numpy(), next_obs.numpy(), terminated.numpy()[:, 0]
+    return [np.asarray(learner.buffer[name][: learner.stored]) for name in ("obs", "next_obs", "terminated")]
+
+
+def saved(learner):
+    """The learner's state as it comes back from a file."""
+    file = io.BytesIO()
+    torch.save(learner.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def scalars(folder, tag):
+    """All values that the run in `folder` has logged under `tag`."""
+    return [event.value for event in EventAccumulator(str(folder)).Reload().Scalars(tag)]
 
 
 def advance(learner, steps, seed=0):

@@ -41,7 +41,7 @@ def test_table_of_medians_ranges_and_ratios_within_a_round(tmp_path):
 def program(path, body):
     """A stand-in for a training process: `body` may use `turns`, whose turns have 10 steps."""
     imports = f"import os, sys, time\nsys.path.append({str(ROOT / 'benchmark')!r})\nfrom turns import Turns\n"
-    path.write_text(f"{imports}turns = Turns(10)\n{body}")
+    path.write_text(f"{imports}turns = Turns(600)\n{body}")
     return path
 
 

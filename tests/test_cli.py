@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PLAIN, TURBO, algorithm, equal, leaves
+from conftest import PLAIN, TURBO, algorithm, equal, leaves, scalars
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -94,7 +94,7 @@ def test_run_directory(script, tmp_path):
     keys = "script env_id seed num_envs device compile cudagraphs global_step episodic_return episodes steady_sps"
     assert set(f"{keys} warmup_seconds wall_seconds versions".split()) == report.keys()
     events = EventAccumulator(str(folder)).Reload()
-    returns, lengths = ([event.value for event in events.Scalars(f"charts/episodic_{x}")] for x in ("return", "length"))
+    returns, lengths = (scalars(folder, f"charts/episodic_{name}") for name in ("return", "length"))
     assert report["episodes"] == len(returns) == len(lengths) >= 2
     assert report["episodic_return"] == pytest.approx(sum(returns[-20:]) / len(returns[-20:]))
     if args.env_id == "Pendulum-v1":
@@ -120,8 +120,7 @@ def count_episodes(script, monkeypatch):
 def test_episodes_are_counted_as_gymnasium_does(script, tmp_path, monkeypatch):
     counted = count_episodes(script, monkeypatch)
     folder = train(script, tmp_path, total_timesteps=1500, num_envs=3)
-    events = EventAccumulator(str(folder)).Reload()
-    returns, lengths = ([event.value for event in events.Scalars(f"charts/episodic_{x}")] for x in ("return", "length"))
+    returns, lengths = (scalars(folder, f"charts/episodic_{name}") for name in ("return", "length"))
     assert summary(folder)["episodes"] == len(returns) == counted[0].episode_count >= 6
     assert returns == pytest.approx(list(counted[0].return_queue)) and lengths == list(counted[0].length_queue)
     assert summary(folder)["episodic_return"] == pytest.approx(np.mean(returns[-20:]))
@@ -147,8 +146,7 @@ def test_resuming_continues_the_run(script, tmp_path):
     assert after["episodes"] > before["episodes"]
     if after["episodes"] <= 20:  # the returns of the last 20 are kept
         assert after["returns"][: len(before["returns"])] == before["returns"]
-    lengths = EventAccumulator(str(again)).Reload().Scalars("charts/episodic_length")
-    assert sum(event.value for event in lengths) <= 250  # steps of the second run
+    assert sum(scalars(again, "charts/episodic_length")) <= 250  # steps of the second run
     updates = {"sac": (350, 600), "td3": (350, 600), "ppo": (9, 14), "dqn": (35, 60)}[algorithm(script)]
     assert (before["learner"]["updates"], after["learner"]["updates"]) == updates
     if "stored" in after["learner"]:

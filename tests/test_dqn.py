@@ -1,6 +1,5 @@
 """The DQN scripts: plain against turbo, replay, exploration, episode ends, graphs, what resuming restores, learning."""
 
-import io
 import json
 from functools import partial
 
@@ -9,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from capture import record
-from conftest import MODES, DiscreteCountdown, assert_same_state, make_learner, on_cuda, replay_in_order
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from conftest import MODES, DiscreteCountdown, assert_same_state, make_learner, on_cuda, replay_in_order, saved, scalars
 
 PLAIN, TURBO = conftest.PLAIN["dqn"], conftest.TURBO["dqn"]
 
@@ -276,29 +274,6 @@ def test_the_target_network_moves_by_tau(script):
     assert torch.equal(get(learner.q_target), get(learner.q))
 
 
-def stored_rows(learner):
-    """obs, next_obs and terminated of all stored transitions, numpy."""
-    if hasattr(learner, "columns"):
-        learner.state_dict()
-        obs, next_obs, _, _, terminated = learner.buffer[: int(learner.stored)].split(learner.columns, 1)
-        return obs.numpy(), next_obs.numpy(), terminated[:, 0].numpy()
-    return [learner.buffer[name][: learner.stored] for name in ("obs", "next_obs", "terminated")]
-
-
-@pytest.mark.parametrize(("env_id", "ends"), [("DiscreteTruncates-v0", 0.0), ("DiscreteTerminates-v0", 1.0)])
-def test_transitions_keep_the_true_last_observation_and_tell_terminal_from_truncated(script, env_id, ends, tmp_path):
-    seen = []
-    sizes = {"num_envs": 2, "total_timesteps": 400, "learning_starts": 300, "batch_size": 8, "buffer_size": 500}
-    script.train(
-        script.Args(env_id=env_id, run_dir=str(tmp_path), **sizes),
-        on_log=lambda learner, losses, step: seen.append(stored_rows(learner)),
-    )
-    obs, next_obs, terminated = seen[-1]
-    assert len(obs) == 400
-    assert (next_obs[:, 0] == obs[:, 0] + 1).all() and (next_obs[:, 1] == obs[:, 1]).all()
-    assert (terminated == ends * (next_obs[:, 0] == 3)).all()
-
-
 @pytest.mark.parametrize(("end", "value"), [("Truncates", 10.0), ("Terminates", 2.5)])
 def test_values_bootstrap_through_truncation_but_not_termination(script, end, value, tmp_path):
     """With gamma = 0.9 and rewards of 1, V = 1 + gamma V, or V = 1 + gamma V 2/3 if every third step is the last."""
@@ -323,13 +298,11 @@ def test_a_restored_learner_continues_bit_by_bit(script, num_envs):
 
     learner = make_learner(script, num_envs=num_envs, buffer_size=15)
     advance(learner, seed=0)
-    file = io.BytesIO()
-    torch.save(learner.state_dict(), file)
+    state = saved(learner)
     wanted_actions = advance(learner, seed=1)
 
     restored = make_learner(script, seed=2, num_envs=num_envs, buffer_size=15)
-    file.seek(0)
-    restored.load_state_dict(torch.load(file, weights_only=True))
+    restored.load_state_dict(state)
     assert advance(restored, seed=1) == wanted_actions
     assert_same_state(restored.state_dict(), learner.state_dict())
 
@@ -360,8 +333,8 @@ def test_same_seed_same_numbers(script, tmp_path):
     returns, sizes = [], {"total_timesteps": 600, "learning_starts": 100}
     for run, seed in enumerate((3, 3, 4)):
         script.train(script.Args(seed=seed, run_dir=str(tmp_path / str(run)), **sizes))
-        events = EventAccumulator(str(next((tmp_path / str(run)).iterdir()))).Reload()
-        returns.append([events.Scalars(tag)[-1].value for tag in ("losses/td_loss", "charts/episodic_return")])
+        folder = next((tmp_path / str(run)).iterdir())
+        returns.append([scalars(folder, tag)[-1] for tag in ("losses/td_loss", "charts/episodic_return")])
     assert returns[0] == returns[1] != returns[2]
 
 
@@ -425,7 +398,7 @@ def test_cartpole_learns_and_evaluates(script, tmp_path, capsys):
     rates = {"learning_rate": 1e-3, "train_frequency": 4, "target_network_frequency": 200}
     script.train(script.Args(run_dir=str(tmp_path), **sizes, **rates))
     folder = next(tmp_path.iterdir())
-    returns = [event.value for event in EventAccumulator(str(folder)).Reload().Scalars("charts/episodic_return")]
+    returns = scalars(folder, "charts/episodic_return")
     assert np.median(returns[:20]) < 40
     assert np.mean(returns[-20:]) > 120
     if script is TURBO:

@@ -1,6 +1,5 @@
 """The PPO learners: advantages, normalisation, plain against turbo, episode ends, envpool, capture, learning."""
 
-import io
 import itertools
 import json
 
@@ -9,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from capture import record
-from conftest import MODES, assert_same_state, make_learner, on_cuda
+from conftest import MODES, assert_same_state, make_learner, on_cuda, saved, scalars
 from gymnasium.vector import AutoresetMode
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PLAIN, TURBO = conftest.PLAIN["ppo"], conftest.TURBO["ppo"]
 
@@ -301,13 +299,11 @@ def test_a_restored_learner_continues_bit_by_bit(script):
 
     learner = make_learner(script)
     advance(learner, seed=0)
-    file = io.BytesIO()
-    torch.save(learner.state_dict(), file)
+    state = saved(learner)
     learner.normalizer.rows[:] = 0  # a resumed run starts with new episodes
     advance(learner, seed=1)
-    file.seek(0)
     restored = make_learner(script, seed=2)
-    restored.load_state_dict(torch.load(file, weights_only=True))
+    restored.load_state_dict(state)
     advance(restored, seed=1)
     assert_same_state(restored.state_dict(), learner.state_dict())
 
@@ -407,8 +403,7 @@ def test_envpool_is_seeded(script):
 def test_training_with_envpool(script, tmp_path):
     sizes = {"num_envs": 8, "total_timesteps": 8 * 1100, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1}
     script.train(script.Args(env_backend="envpool", run_dir=str(tmp_path), **sizes))
-    events = EventAccumulator(str(next(tmp_path.iterdir()))).Reload()
-    assert [event.value for event in events.Scalars("charts/episodic_length")] == 8 * [1000]
+    assert scalars(next(tmp_path.iterdir()), "charts/episodic_length") == 8 * [1000]
 
 
 def test_evaluation_leaves_the_statistics_alone(tmp_path, monkeypatch, capsys):
@@ -433,8 +428,7 @@ def test_ppo_balances_the_inverted_pendulum(script, tmp_path):
     """A random policy holds it for about 6 steps, a perfect one for 1000. A wrong sign in a loss fails here."""
     sizes = {"total_timesteps": 60_000, "num_envs": 4, "num_steps": 256, "learning_rate": 1e-3, "num_minibatches": 8}
     script.train(script.Args(env_id="InvertedPendulum-v5", run_dir=str(tmp_path), **sizes))
-    events = EventAccumulator(str(next(tmp_path.iterdir()))).Reload().Scalars("charts/episodic_return")
-    returns = [event.value for event in events]
+    returns = scalars(next(tmp_path.iterdir()), "charts/episodic_return")
     assert np.mean(returns[:20]) < 40
     assert np.mean(returns[-20:]) > 400
 

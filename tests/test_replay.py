@@ -1,6 +1,5 @@
-"""What SAC and TD3 share: the replay buffer, acting, episode ends, resuming, compilation, and the loop on CUDA."""
+"""What SAC and TD3 share, and episode ends with DQN: replay, acting, resuming, compilation, and the loop on CUDA."""
 
-import io
 import json
 
 import numpy as np
@@ -15,6 +14,7 @@ from conftest import (
     assert_same_state,
     make_learner,
     on_cuda,
+    saved,
     stored_rows,
     transitions,
 )
@@ -60,8 +60,12 @@ def test_replay_draws_every_stored_row_and_no_other(turbo, filled):
 
 
 @pytest.mark.parametrize(("env_id", "ends"), [("Truncates-v0", 0.0), ("Terminates-v0", 1.0)])
-def test_transitions_keep_the_true_last_observation_and_tell_terminal_from_truncated(script, env_id, ends, tmp_path):
-    seen = []
+@pytest.mark.parametrize("name", [*LEARNERS, "dqn"])
+@pytest.mark.parametrize("scripts", [PLAIN, TURBO], ids=["plain", "turbo"])
+def test_transitions_keep_the_true_last_observation_and_tell_terminal_from_truncated(
+    scripts, name, env_id, ends, tmp_path
+):
+    script, env_id, seen = scripts[name], f"Discrete{env_id}" if name == "dqn" else env_id, []
     sizes = {"num_envs": 2, "total_timesteps": 400, "learning_starts": 300, "batch_size": 8, "buffer_size": 500}
     script.train(
         script.Args(env_id=env_id, run_dir=str(tmp_path), **sizes),
@@ -74,7 +78,7 @@ def test_transitions_keep_the_true_last_observation_and_tell_terminal_from_trunc
 
 
 def test_a_restored_learner_continues_bit_by_bit(script):
-    def advance(learner, seed):
+    def learn(learner, seed):
         generator = np.random.default_rng(seed)
         for _ in range(11):
             row = generator.standard_normal((4, 1, 3))
@@ -85,15 +89,13 @@ def test_a_restored_learner_continues_bit_by_bit(script):
             learner.update()
 
     learner = make_learner(script, buffer_size=15)
-    advance(learner, seed=0)
-    file = io.BytesIO()
-    torch.save(learner.state_dict(), file)
-    advance(learner, seed=1)
+    learn(learner, seed=0)
+    state = saved(learner)
+    learn(learner, seed=1)
 
     restored = make_learner(script, seed=2, buffer_size=15)
-    file.seek(0)
-    restored.load_state_dict(torch.load(file, weights_only=True))
-    advance(restored, seed=1)
+    restored.load_state_dict(state)
+    learn(restored, seed=1)
     assert_same_state(restored.state_dict(), learner.state_dict())
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from capture import record
-from conftest import MODES, advance, feed_same_batches, make_learner, on_cuda, replay_in_order, transitions
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from conftest import MODES, advance, feed_same_batches, make_learner, on_cuda, replay_in_order, scalars, transitions
 
 PLAIN, TURBO = conftest.PLAIN["sac"], conftest.TURBO["sac"]
 
@@ -150,8 +149,7 @@ def test_sac_swings_up_the_pendulum(script, tmp_path):
     """
     sizes = {"total_timesteps": 5000, "learning_starts": 500, "policy_lr": 1e-3}
     script.train(script.Args(env_id="Pendulum-v1", run_dir=str(tmp_path), **sizes))
-    events = EventAccumulator(str(next(tmp_path.iterdir()))).Reload().Scalars("charts/episodic_return")
-    returns = [event.value for event in events]
+    returns = scalars(next(tmp_path.iterdir()), "charts/episodic_return")
     assert np.median(returns[:5]) < -700
     assert np.median(returns[-9:]) > -300
 

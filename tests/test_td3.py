@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 from capture import record
-from conftest import MODES, advance, feed_same_batches, make_learner, on_cuda, replay_in_order, transitions
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from conftest import MODES, advance, feed_same_batches, make_learner, on_cuda, replay_in_order, scalars, transitions
 
 PLAIN, TURBO = conftest.PLAIN["td3"], conftest.TURBO["td3"]
 UNEQUAL_LOW, UNEQUAL_HIGH = np.array([-1.0, -10.0, 0.0]), np.array([3.0, -8.0, 0.5])  # the bounds of Unequal-v0
@@ -250,8 +249,7 @@ def test_td3_swings_up_the_pendulum(script, tmp_path):
     """A random policy scores about -1200, a swing-up about -130 and less when the pendulum starts near the top."""
     kwargs = {"total_timesteps": 6000, "learning_starts": 1000, "learning_rate": 1e-3, "tau": 0.01, "batch_size": 128}
     script.train(script.Args(env_id="Pendulum-v1", run_dir=str(tmp_path), **kwargs))
-    events = EventAccumulator(str(next(tmp_path.iterdir()))).Reload().Scalars("charts/episodic_return")
-    returns = [event.value for event in events]
+    returns = scalars(next(tmp_path.iterdir()), "charts/episodic_return")
     assert np.median(returns[:5]) < -700
     assert np.median(returns[-9:]) > -300
 
