@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")} | {"dqn": "dqn"}
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
 TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}
+split_columns = TURBO["sac"].split_columns  # the same text in all turbo scripts
 MODES = {
     "eager": {},
     "compile": {"compile": True},
@@ -58,6 +59,24 @@ class DiscreteCountdown(Countdown):
         return obs, float(action) if self.pays else reward, *rest
 
 
+class PushAnything(gym.Env):
+    """An action, (1,), that changes nothing; observations are samples of `space`."""
+
+    def __init__(self, space, actions=None):
+        self.observation_space = space
+        self.action_space = actions or gym.spaces.Box(-1, 1, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        self.steps = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self.observation_space.sample(), 1.0, False, self.steps == 10, {}
+
+
 UNEQUAL = {"low": [-1.0, -10.0, 0.0], "high": [3.0, -8.0, 0.5]}
 ENVIRONMENTS = {
     "Truncates-v0": {},
@@ -79,6 +98,19 @@ DISCRETE_ENVIRONMENTS = {
 for entry_point, environments in ((Countdown, ENVIRONMENTS), (DiscreteCountdown, DISCRETE_ENVIRONMENTS)):
     for name, kwargs in environments.items():
         gym.register(name, entry_point=entry_point, kwargs=kwargs)
+
+VECTOR = gym.spaces.Box(-1, 1, (3,))
+SPACES = {
+    "DictObservations": gym.spaces.Dict(position=VECTOR, goal=gym.spaces.Discrete(4)),
+    "TupleObservations": gym.spaces.Tuple((VECTOR, gym.spaces.MultiDiscrete([2, 3]))),
+    "DiscreteObservations": gym.spaces.Discrete(5),
+}
+for name, space in SPACES.items():
+    gym.register(f"Push{name}-v0", entry_point=PushAnything, kwargs={"space": space})
+    kwargs = {"space": space, "actions": gym.spaces.Discrete(3)}
+    gym.register(f"Pick{name}-v0", entry_point=PushAnything, kwargs=kwargs)
+image = gym.spaces.Dict(camera=gym.spaces.Box(0, 255, (8, 8, 3), np.uint8))
+gym.register("Image-v0", entry_point=PushAnything, kwargs={"space": image})
 
 SMALL = {"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64}
 SMALL_LEARNERS = {"sac": SMALL, "td3": SMALL, "dqn": {"batch_size": 32, "buffer_size": 64}}
@@ -124,11 +156,67 @@ def assert_same_state(got, wanted):
 
 
 def transitions(learner, generator):
-    """Random columns for `observe` of SAC and TD3: obs, next_obs, actions, rewards, terminated, the obs to act on."""
+    """Random columns for `observe` of SAC and TD3, by name, each (num_envs, ...)."""
     n, obs_dim, act_dim = learner.num_envs, learner.obs_dim, learner.act_dim
-    normal = generator.standard_normal
-    terminated = generator.random(n) < 0.1
-    return normal((n, obs_dim)), normal((n, obs_dim)), normal((n, act_dim)), normal(n), terminated, normal((n, obs_dim))
+    return {
+        "obs": generator.standard_normal((n, obs_dim)),
+        "next_obs": generator.standard_normal((n, obs_dim)),
+        "actions": generator.standard_normal((n, act_dim)),
+        "rewards": generator.standard_normal(n),
+        "terminated": generator.random(n) < 0.1,
+        "act_on": generator.standard_normal((n, obs_dim)),
+    }
+
+
+def as_rows(transitions):
+    """The columns of `transitions` as rows of a turbo learner's replay buffer, float32."""
+    names = ("obs", "next_obs", "actions", "rewards", "terminated")
+    columns = [np.asarray(transitions[name]) for name in names]
+    return np.concatenate([column.reshape(len(column), -1) for column in columns], 1).astype(np.float32)
+
+
+def copy_networks(source, target):
+    """Give one learner the networks of another one, plain or turbo."""
+    state = target.tensors() if hasattr(target, "tensors") else target.state_dict()
+    live = dict(leaves(state["networks"]))
+    for name, tensor in leaves(source.state_dict()["networks"]):
+        live[name].data.copy_(tensor)
+
+
+def clones(tensors):
+    """Copies of all tensors in nested dictionaries, by path."""
+    return {name: tensor.clone() for name, tensor in leaves(tensors)}
+
+
+def assert_close_in_norm(got, wanted, tolerance):
+    """Nested dictionaries of tensors agree: in norm, since Adam blows up rounding where a gradient is all but zero."""
+    got, wanted = dict(leaves(got)), dict(leaves(wanted))
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        difference = (got[name] - value).double().norm()
+        assert difference <= tolerance * value.double().norm() + 1e-9, (name, difference)
+
+
+def first_moments(learner):
+    """Adam's first moments, by network and parameter: they are 0.1 times the gradient after one update."""
+    moments = {}
+    for name, network in learner.networks().items():
+        if name in learner.optimizers:
+            state = learner.optimizers[name].state
+            moments[name] = {key: state[parameter]["exp_avg"] for key, parameter in network.named_parameters()}
+    return moments
+
+
+def assert_learners_agree(plain, turbo, applies, tolerance):
+    """Networks, gradients and losses; `applies` are the turbo learner's `Apply`s by the names of their optimisers."""
+    networks = plain.state_dict()["networks"]
+    assert_close_in_norm(turbo.tensors()["networks"], networks, tolerance)
+    for name, wanted in first_moments(plain).items():
+        got = applies[name].state_dict(turbo.optimizers[name].m)
+        assert_close_in_norm({key: got[key] for key in wanted}, wanted, tolerance)
+    losses = turbo.losses()
+    for name, wanted in plain.losses().items():
+        assert losses[name] == pytest.approx(wanted, rel=10 * tolerance, abs=tolerance), name
 
 
 def replay_in_order(learner):
@@ -136,7 +224,14 @@ def replay_in_order(learner):
     batch = learner.args.batch_size
     order = (torch.arange(batch, dtype=torch.float64, device=learner.device) + 0.5) / batch
     learner.uniform = lambda: order
-    learner.stored.fill_(batch)
+    learner.replay.stored.fill_(batch)
+
+
+def fill_replay(learner, seed=0):
+    """Fill the turbo learner's replay buffer with normal noise, flags of termination included."""
+    generator = torch.Generator().manual_seed(seed)
+    learner.replay.rows.copy_(torch.randn(learner.replay.rows.shape, generator=generator))
+    learner.replay.stored.fill_(learner.replay.size)
 
 
 def feed_same_batches(plain, turbo, seed):
@@ -145,26 +240,29 @@ def feed_same_batches(plain, turbo, seed):
     Plain has to go first.
     """
     generator = torch.Generator().manual_seed(seed)
-    batch, obs_dim, act_dim = plain.args.batch_size, turbo.obs_dim, turbo.act_dim
+    batch = plain.args.batch_size
 
-    def sample():
-        columns = {name: torch.randn(batch, obs_dim, generator=generator) for name in ("obs", "next_obs")}
-        columns["actions"] = turbo.action_bias + turbo.action_scale * torch.randn(batch, act_dim, generator=generator)
-        columns["rewards"] = torch.randn(batch, generator=generator)
-        columns["terminated"] = (torch.rand(batch, generator=generator) < 0.1).float()
-        turbo.buffer[:batch] = torch.cat([column.reshape(batch, -1) for column in columns.values()], 1)
+    def sample(batch_size):
+        columns = {n: torch.randn(batch, *shape, generator=generator) for n, shape in turbo.replay.shapes.items()}
+        columns["terminated"] = (columns["terminated"] > 1.3).float()
+        if hasattr(turbo, "num_actions"):
+            columns["actions"] = (columns["actions"].abs() * 1.5).floor().clamp(max=turbo.num_actions - 1)
+        else:
+            columns["actions"] = turbo.actor.network.bias + turbo.actor.network.scale * columns["actions"]
+        turbo.replay.rows[:batch] = torch.cat([column.view(batch, -1) for column in columns.values()], 1)
         return columns
 
-    plain.sample = sample
+    plain.replay.sample = sample
     replay_in_order(turbo)
 
 
 def stored_rows(learner):
     """obs, next_obs and terminated of all stored transitions, numpy."""
-    if hasattr(learner, "columns"):
-        obs, next_obs, _, _, terminated = learner.state_dict()["buffer"].split(learner.columns, 1)
-        return obs.numpy(), next_obs.numpy(), terminated.numpy()[:, 0]
-    return [np.asarray(learner.buffer[name][: learner.stored]) for name in ("obs", "next_obs", "terminated")]
+    state = learner.state_dict()["replay"]
+    if "rows" in state:
+        columns = split_columns(state["rows"], learner.replay.shapes)
+        return [columns[name].numpy() for name in ("obs", "next_obs", "terminated")]
+    return [np.asarray(state[name]) for name in ("obs", "next_obs", "terminated")]
 
 
 def saved(learner):
@@ -184,7 +282,7 @@ def advance(learner, steps, seed=0):
     """Step as `train` does, on random transitions; returns the actions, (steps, num_envs, act_dim)."""
     generator, actions = np.random.default_rng(seed), []
     for _ in range(steps):
-        learner.observe(*transitions(learner, generator))
+        learner.observe(**transitions(learner, generator))
         learner.update()
         actions.append(learner.next_actions())
     return np.stack(actions)

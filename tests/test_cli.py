@@ -149,8 +149,8 @@ def test_resuming_continues_the_run(script, tmp_path):
     assert sum(scalars(again, "charts/episodic_length")) <= 250  # steps of the second run
     updates = {"sac": (350, 600), "td3": (350, 600), "ppo": (9, 14), "dqn": (35, 60)}[algorithm(script)]
     assert (before["learner"]["updates"], after["learner"]["updates"]) == updates
-    if "stored" in after["learner"]:
-        assert int(after["learner"]["stored"]) == 700
+    if "replay" in after["learner"]:
+        assert int(after["learner"]["replay"]["stored"]) == 700
 
 
 @pytest.mark.parametrize("algorithm", ["sac", "td3"])
@@ -182,12 +182,13 @@ def test_nothing_is_learnt_from_rows_that_were_never_stored(script, tmp_path, mo
 
 BAD_INPUTS = [
     {"env_id": "NoSuchEnv-v0"},
-    {"env_id": "FrozenLake-v1"},
+    {"env_id": "Image-v0"},
     {"total_timesteps": 0},
     {"num_envs": 0},
     {"gamma": 1.5},
     {"checkpoint_interval": -5},
     {"measure_burnin": -1},
+    {"eval_episodes": 0},
     {"seed": -1},
     {"run_dir": "{tmp}/file/runs"},
     {"run_dir": "{tmp}/file/runs", "capture_video": True},
@@ -253,12 +254,11 @@ OWN_INPUTS = {
         {"target_network_frequency": 0},
     ],
 }
-TURBO_INPUTS = [{"eval_episodes": 0}, {"evaluate": "{tmp}/missing.pt"}]
 CASES = [
     pytest.param(module, arguments, id=f"{module.SCRIPT}-{arguments}")
-    for modules, more in ((PLAIN, []), (TURBO, TURBO_INPUTS))
+    for modules in (PLAIN, TURBO)
     for name, module in modules.items()
-    for arguments in [*BAD_INPUTS, *OWN_INPUTS[name], *more]
+    for arguments in [*BAD_INPUTS, *OWN_INPUTS[name]]
 ]
 
 
@@ -305,7 +305,7 @@ def test_checkpoints_that_do_not_fit_are_refused(script, checkpoints, tmp_path, 
     damaged.write_bytes(own.read_bytes()[: own.stat().st_size // 2])
     cases = [
         ({"resume": checkpoints[other]}, "--resume", f"{other}.py"),
-        ({"resume": own, "env_id": "Truncates-v0"}, "--resume", small(script)["env_id"]),
+        ({"resume": own, "env_id": "Truncates-v0", "total_timesteps": 500}, "--env-id", small(script)["env_id"]),
         ({"resume": own}, "--total-timesteps", "step 200"),
         ({"resume": damaged}, "--resume", "intact"),
     ]
@@ -318,12 +318,12 @@ def test_checkpoints_that_do_not_fit_are_refused(script, checkpoints, tmp_path, 
         assert error.value.code == 2 and line.startswith(f"error: {flag} ") and word in line, (kwargs, line)
 
 
-def test_evaluation_is_deterministic_and_leaves_no_run(turbo, checkpoints, tmp_path, capsys, monkeypatch):
+def test_evaluation_is_deterministic_and_leaves_no_run(script, checkpoints, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    counted, printed = count_episodes(turbo, monkeypatch), []
+    counted, printed = count_episodes(script, monkeypatch), []
     for _ in range(2):
-        path = str(checkpoints[turbo.SCRIPT])
-        turbo.train(turbo.Args(**small(turbo), evaluate=path, eval_episodes=3))
+        path = str(checkpoints[script.SCRIPT])
+        script.evaluate(script.Args(**small(script), evaluate=path, eval_episodes=3))
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1]
     pattern = r"3 episodes: mean return (-?[\d.]+), standard deviation ([\d.]+)\n"
@@ -332,6 +332,191 @@ def test_evaluation_is_deterministic_and_leaves_no_run(turbo, checkpoints, tmp_p
     assert len(returns) == 3
     assert (float(mean), float(deviation)) == pytest.approx((np.mean(returns), np.std(returns)), abs=0.01)
     assert not list(tmp_path.iterdir())
+
+
+def call_main(script, monkeypatch, *words):
+    """Run the script's command line in this process."""
+    monkeypatch.setattr(sys, "argv", [f"{script.SCRIPT}.py", *map(str, words)])
+    script.main()
+
+
+def test_evaluation_of_what_is_not_there_is_refused(script, tmp_path, monkeypatch, capsys):
+    for flag in ("--evaluate", "--export", "--resume"):
+        with pytest.raises(SystemExit) as error:
+            call_main(script, monkeypatch, flag, tmp_path / "missing.pt")
+        line = capsys.readouterr().err
+        assert error.value.code == 2 and line.startswith(f"error: {flag} {tmp_path}/missing.pt: "), line
+
+
+def test_a_checkpoint_brings_its_flags(script, checkpoints, tmp_path, monkeypatch, capsys):
+    """--resume and --evaluate need no other flag; those that are given count, structural ones are refused by name."""
+    path = checkpoints[script.SCRIPT]
+    call_main(
+        script, monkeypatch, "--resume", path.parent, "--total-timesteps", 350, "--run-dir", tmp_path, "--seed", 5
+    )
+    (folder,) = run_folders(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    wanted = small(script) | {"total_timesteps": 350, "seed": 5, "run_dir": str(tmp_path), "resume": str(path.parent)}
+    assert wanted.items() <= config.items()
+    assert config["gamma"] == script.Args.gamma and summary(folder)["global_step"] == 350
+    capsys.readouterr()
+    call_main(script, monkeypatch, "--evaluate", folder, "--eval-episodes", 2)
+    assert capsys.readouterr().out.startswith("2 episodes: ")
+    for flag, value in (("env_id", "Acrobot-v1"), ("buffer_size", 999)):
+        if flag in small(script):
+            with pytest.raises(SystemExit) as error:
+                words = ("--resume", path, "--total-timesteps", 350, "--run-dir", tmp_path / "no")
+                call_main(script, monkeypatch, *words, *flags(**{flag: value}))
+            line = capsys.readouterr().err
+            assert error.value.code == 2 and line.startswith(
+                f"error: {flags(x=1)[0][:2]}{flag.replace('_', '-')} {value}: "
+            )
+    assert not (tmp_path / "no").exists()
+
+
+WITHOUT_THE_REPOSITORY = """
+import sys, json, torch
+policy = torch.export.load(sys.argv[1]).module()
+obs = torch.tensor(json.loads(sys.argv[2]))
+print(json.dumps(policy(obs).tolist()))
+assert not any("leanrl" in name or "gymnasium" in name for name in sys.modules)
+"""
+
+
+def test_an_exported_policy_acts_as_evaluation_does(script, checkpoints, tmp_path, monkeypatch, capsys):
+    """In a fresh process with torch alone, for one observation and for seven; --export writes the same again."""
+    path = checkpoints[script.SCRIPT]
+    seen, acted = [], []
+    make_policy = script.make_policy
+
+    def remember(module, inputs, outputs):
+        seen.append(inputs[0])
+        acted.append(outputs)
+
+    def watched(*args):
+        policy = make_policy(*args)
+        policy.register_forward_hook(remember)
+        return policy
+
+    monkeypatch.setattr(script, "make_policy", watched)
+    script.evaluate(script.Args(**small(script), evaluate=str(path), eval_episodes=1))
+    program = tmp_path / "program.py"
+    program.write_text(WITHOUT_THE_REPOSITORY)
+    monkeypatch.setattr(script, "make_policy", make_policy)
+    copied = tmp_path / "checkpoint.pt"
+    copied.write_bytes(path.read_bytes())
+    call_main(script, monkeypatch, "--export", copied)
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "policy.pt2")
+    for policy, rows in ((path.with_name("policy.pt2"), 7), (tmp_path / "policy.pt2", 1)):
+        obs, wanted = torch.cat(seen[:rows]), torch.cat(acted[:rows])
+        command = [sys.executable, str(program), str(policy), json.dumps(obs.tolist())]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        np.testing.assert_allclose(json.loads(done.stdout), wanted.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("env_id", ["DictObservations-v0", "TupleObservations-v0", "DiscreteObservations-v0"])
+def test_observations_of_several_parts_are_flattened(script, env_id, tmp_path, capsys):
+    prefix = "Pick" if algorithm(script) == "dqn" else "Push"
+    sizes = {"learning_starts": 20, "total_timesteps": 60} if "learning_starts" in small(script) else {}
+    folder = train(script, tmp_path, env_id=f"{prefix}{env_id}", **sizes)
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1 and "flattened" in notes[0]
+    script.evaluate(
+        script.Args(**small(script) | {"env_id": f"{prefix}{env_id}"}, evaluate=str(folder), eval_episodes=1)
+    )
+
+
+def test_training_stops_where_numbers_are_no_longer_finite(script, tmp_path, monkeypatch, capsys):
+    """Exit code 1, one line, the checkpoint from before, a summary, and no policy."""
+    losses_of = getattr(script, algorithm(script).upper()).losses
+    calls = iter(range(100))
+
+    def explode(learner):
+        losses = losses_of(learner)
+        return losses if next(calls) == 0 else {name: float("nan") for name in losses}
+
+    monkeypatch.setattr(getattr(script, algorithm(script).upper()), "losses", explode)
+    with pytest.raises(SystemExit) as error:
+        train(script, tmp_path, total_timesteps=1000, checkpoint_interval=50)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert error.value.code == 1 and line.startswith("error: step ") and " is nan" in line
+    (folder,) = run_folders(tmp_path)
+    step = torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"]
+    assert str(folder / "checkpoint.pt") in line and step < summary(folder)["global_step"] < 1000
+    assert not (folder / "policy.pt2").exists()
+
+
+def test_a_checkpoint_is_not_overwritten_with_nan(script, tmp_path, capsys):
+    def spoil(learner, losses, step):
+        if step >= 300:
+            networks = (learner.tensors() if hasattr(learner, "tensors") else learner.state_dict())["networks"]
+            next(tensor for _, tensor in leaves(networks) if tensor.is_floating_point()).data.fill_(float("nan"))
+
+    sizes = {"total_timesteps": 300, "checkpoint_interval": 100, "run_dir": str(tmp_path)}
+    with pytest.raises(SystemExit) as error:
+        script.train(script.Args(**small(script) | sizes), on_log=spoil)
+    assert error.value.code == 1 and "holds a NaN" in capsys.readouterr().err.splitlines()[-1]
+    (folder,) = run_folders(tmp_path)
+    assert torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] == 200
+
+
+def test_compile_without_a_compiler_is_refused(turbo, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(SystemExit) as error:
+        train(turbo, tmp_path / "runs", compile=True)
+    assert error.value.code == 2 and capsys.readouterr().err.startswith(
+        "error: --compile True: install no-such-compiler"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_buffer_beyond_memory_is_refused(script, tmp_path, capsys):
+    if "buffer_size" not in small(script):
+        pytest.skip("has no buffer")
+    with pytest.raises(SystemExit) as error:
+        train(script, tmp_path / "runs", buffer_size=10**12)
+    assert error.value.code == 2 and capsys.readouterr().err.startswith(
+        "error: --buffer-size 1000000000000: give at most "
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("missing", ["wandb", "login"])
+def test_track_without_wandb_or_login_is_refused(script, missing, tmp_path, monkeypatch, capsys):
+    """Before the run's folder is made."""
+    monkeypatch.setenv("WANDB_MODE", "online")
+    for name in ("WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if missing == "wandb":
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SystemExit) as error:
+        train(script, tmp_path / "runs", track=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and lines[-1].startswith("error: --track True: ")
+    assert ("pip install wandb" if missing == "wandb" else "wandb login") in lines[-1]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_error_in_the_step_of_a_ctrl_c_is_shown(script, tmp_path, monkeypatch):
+    """Only what Ctrl-C itself does to a compiler is kept quiet."""
+
+    def fail(learner, losses, step):
+        signal.raise_signal(signal.SIGINT)
+        raise ZeroDivisionError("in the very step")
+
+    with pytest.raises(ZeroDivisionError, match="very step"):
+        script.train(script.Args(**small(script), total_timesteps=1000, run_dir=str(tmp_path)), on_log=fail)
+
+
+def test_help_groups_the_flags(script, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        call_main(script, monkeypatch, "--help")
+    text = capsys.readouterr().out
+    titles = ["run options", "environment options", "algorithm options"]
+    titles += ["speed options"] if script in TURBO.values() else []
+    assert all(title in text for title in titles)
 
 
 def test_capture_video_records_mp4(turbo, tmp_path):

@@ -11,6 +11,7 @@ from conftest import (
     TURBO,
     advance,
     algorithm,
+    as_rows,
     assert_same_state,
     make_learner,
     on_cuda,
@@ -44,19 +45,19 @@ def test_ring_buffer_holds_the_newest_transitions(turbo, num_envs):
     sent = []
     for _ in range(25):
         row = transitions(learner, generator)
-        sent += [np.concatenate([column.reshape(num_envs, -1) for column in row[:5]], 1)]
-        learner.observe(*row)
-    newest = np.concatenate(sent)[-10:].astype(np.float32)
-    assert int(learner.stored) == 25 * num_envs
-    assert sorted(learner.buffer.tolist()) == sorted(newest.tolist())
+        sent.append(as_rows(row))
+        learner.observe(**row)
+    newest = np.concatenate(sent)[-10:]
+    assert int(learner.replay.stored) == 25 * num_envs
+    assert sorted(learner.replay.rows[:10].tolist()) == sorted(newest.tolist())
 
 
 @pytest.mark.parametrize("filled", [1, 5, 10])
 def test_replay_draws_every_stored_row_and_no_other(turbo, filled):
     learner = make_learner(turbo, buffer_size=10, batch_size=500)
-    learner.buffer.copy_(torch.arange(10.0)[:, None].expand_as(learner.buffer))
-    learner.stored.fill_(filled)
-    assert set(learner.replay(learner.uniform())[:, 0].tolist()) == set(range(filled))
+    learner.replay.rows.copy_(torch.arange(11.0)[:, None].expand_as(learner.replay.rows))
+    learner.replay.stored.fill_(filled)
+    assert set(learner.replay.sample(learner.uniform())["obs"][:, 0].tolist()) == set(range(filled))
 
 
 @pytest.mark.parametrize(("env_id", "ends"), [("Truncates-v0", 0.0), ("Terminates-v0", 1.0)])
@@ -82,10 +83,12 @@ def test_a_restored_learner_continues_bit_by_bit(script):
         generator = np.random.default_rng(seed)
         for _ in range(11):
             row = generator.standard_normal((4, 1, 3))
+            columns = {"obs": row[0], "next_obs": row[1], "actions": row[2, :, :1], "rewards": row[3, :, 0]}
+            columns["terminated"] = np.zeros(1)
             if script in PLAIN.values():
-                learner.store(obs=row[0], next_obs=row[1], actions=row[2, :, :1], rewards=row[3, :, 0], terminated=[0])
+                learner.replay.store(**columns)
             else:
-                learner.observe(row[0], row[1], row[2, :, :1], row[3, :, 0], np.zeros(1), row[1])
+                learner.observe(**columns, act_on=row[1])
             learner.update()
 
     learner = make_learner(script, buffer_size=15)
@@ -103,10 +106,10 @@ def test_actions_are_the_environments_to_keep(turbo):
     """An environment may hold on to its last action; the next one must not be written over it."""
     learner = make_learner(turbo)
     generator = np.random.default_rng(0)
-    learner.observe(*transitions(learner, generator))
+    learner.observe(**transitions(learner, generator))
     first = learner.next_actions()
     kept = first.copy()
-    learner.observe(*transitions(learner, generator))
+    learner.observe(**transitions(learner, generator))
     assert not np.array_equal(learner.next_actions(), kept) and np.array_equal(first, kept)
 
 
@@ -115,7 +118,7 @@ def test_stage_counts_the_updates_of_this_process(turbo):
     learner = make_learner(turbo)
     assert learner.stage == "warming up" and learner.warmup_updates == 3 * 2
     for _ in range(learner.warmup_updates):
-        learner.observe(*transitions(learner, np.random.default_rng(0)))
+        learner.observe(**transitions(learner, np.random.default_rng(0)))
         learner.update()
     assert learner.stage == "training"
     restored = make_learner(turbo)
@@ -131,11 +134,11 @@ def test_compiled_functions_have_one_graph_and_do_not_recompile(turbo):
     learner = make_learner(turbo, compile=True)
     generator = np.random.default_rng(0)
     for _ in range(4):
-        learner.observe(*transitions(learner, generator))
+        learner.observe(**transitions(learner, generator))
         learner.update()
     with torch._dynamo.config.patch(error_on_recompile=True):
         for _ in range(10):
-            learner.observe(*transitions(learner, generator))
+            learner.observe(**transitions(learner, generator))
             learner.update()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs == 3, "acting, critics, actor"
@@ -149,11 +152,11 @@ def test_every_transition_is_stored_once(turbo, mode):
     sent = []
     for _ in range(20):
         row = transitions(learner, generator)
-        sent.append(np.concatenate([column.reshape(1, -1) for column in row[:5]], 1))
-        learner.observe(*row)
+        sent.append(as_rows(row))
+        learner.observe(**row)
         learner.next_actions()
-    assert int(learner.stored) == 20
-    assert np.array_equal(learner.buffer[:20].cpu().numpy(), np.concatenate(sent).astype(np.float32))
+    assert int(learner.replay.stored) == 20
+    assert np.array_equal(learner.replay.rows[:20].cpu().numpy(), np.concatenate(sent))
 
 
 @on_cuda
@@ -163,7 +166,7 @@ def test_replays_draw_fresh_noise(turbo, mode):
     row = transitions(learner, np.random.default_rng(0))
     seen = set()
     for _ in range(12):
-        learner.observe(*row)
+        learner.observe(**row)
         seen.add(learner.next_actions().item())
     assert len(seen) == 12
 

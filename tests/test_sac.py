@@ -7,7 +7,23 @@ import numpy as np
 import pytest
 import torch
 from capture import record
-from conftest import MODES, advance, feed_same_batches, make_learner, on_cuda, replay_in_order, scalars, transitions
+from conftest import (
+    MODES,
+    advance,
+    assert_close_in_norm,
+    assert_learners_agree,
+    assert_same_state,
+    clones,
+    copy_networks,
+    feed_same_batches,
+    fill_replay,
+    leaves,
+    make_learner,
+    on_cuda,
+    replay_in_order,
+    scalars,
+    transitions,
+)
 
 PLAIN, TURBO = conftest.PLAIN["sac"], conftest.TURBO["sac"]
 
@@ -15,50 +31,6 @@ PLAIN, TURBO = conftest.PLAIN["sac"], conftest.TURBO["sac"]
 @pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
 def script(request):
     return request.param
-
-
-def flat_actor(plain, get=lambda parameter: parameter):
-    """The plain actor's parameters, or what `get` makes of each, in the turbo script's order."""
-    actor, parts = plain.actor, []
-    for layer in (actor.fc1, actor.fc2):
-        parts += [get(layer.weight).T, get(layer.bias)]
-    parts += [torch.cat((get(actor.fc_mean.weight), get(actor.fc_log_std.weight))).T]
-    parts += [torch.cat((get(actor.fc_mean.bias), get(actor.fc_log_std.bias)))]
-    return torch.cat([part.detach().flatten() for part in parts])
-
-
-def flat_critics(qf1, qf2, get=lambda parameter: parameter):
-    """Two plain critics' parameters, or what `get` makes of each, in the turbo script's order."""
-    parts = []
-    for name in ("fc1", "fc2", "fc3"):
-        pair = getattr(qf1, name), getattr(qf2, name)
-        parts += [torch.stack([get(m.weight).T for m in pair]), torch.stack([get(m.bias) for m in pair])]
-    return torch.cat([part.detach().flatten() for part in parts])
-
-
-def copy_plain_to_turbo(plain, turbo):
-    turbo.actor.copy_(flat_actor(plain))
-    turbo.critics.copy_(flat_critics(plain.qf1, plain.qf2))
-    turbo.target_critics.copy_(flat_critics(plain.qf1_target, plain.qf2_target))
-
-
-def assert_learners_agree(plain, turbo, tolerance):
-    def moment(optimizer):
-        return lambda parameter: optimizer.state[parameter]["exp_avg"]
-
-    pairs = {
-        "actor": (turbo.actor, flat_actor(plain)),
-        "critics": (turbo.critics, flat_critics(plain.qf1, plain.qf2)),
-        "target_critics": (turbo.target_critics, flat_critics(plain.qf1_target, plain.qf2_target)),
-        "actor gradient": (turbo.actor_adam.m, flat_actor(plain, moment(plain.actor_optimizer))),
-        "critic gradient": (turbo.critic_adam.m, flat_critics(plain.qf1, plain.qf2, moment(plain.q_optimizer))),
-        "alpha": (turbo.log_alpha.exp(), torch.tensor([plain.alpha])),
-    }
-    for name, (got, wanted) in pairs.items():  # in norm: Adam blows up rounding where a gradient is all but zero
-        assert (got - wanted).norm() <= tolerance * wanted.norm(), name
-    wanted = {name: torch.as_tensor(value).item() for name, value in plain.losses.items()}
-    for name, got in turbo.losses().items():
-        assert got == pytest.approx(wanted.get(name, 0.0), rel=10 * tolerance, abs=tolerance), name
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
@@ -82,14 +54,16 @@ def test_turbo_equals_plain(mode, kwargs):
     """
     kwargs = {"policy_lr": 3e-5} | kwargs
     plain, turbo = make_learner(PLAIN, **kwargs), make_learner(TURBO, **kwargs, **MODES[mode])
-    copy_plain_to_turbo(plain, turbo)
+    copy_networks(plain, turbo)
     feed_same_batches(plain, turbo, seed=0)
     for update in range(50):
         for learner in (plain, turbo):
             torch.manual_seed(update)
             learner.update()
         if update in (0, 49):
-            assert_learners_agree(plain, turbo, tolerance=1e-5 if update == 0 else 1e-4)
+            applies = {"actor": turbo.actor, "critics": turbo.critics}
+            assert_learners_agree(plain, turbo, applies, tolerance=1e-5 if update == 0 else 1e-4)
+            assert turbo.log_alpha.item() == pytest.approx(plain.log_alpha.item(), rel=1e-4, abs=1e-6)
 
 
 def test_actions_respect_each_dimensions_bounds(script):
@@ -97,7 +71,8 @@ def test_actions_respect_each_dimensions_bounds(script):
     if script is PLAIN:
         actions = learner.act(np.random.default_rng(0).standard_normal((5000, 2)))
     else:
-        actions = learner.squash(*learner.policy(learner.actor, torch.randn(5000, 2)), torch.randn(5000, 3))[0].numpy()
+        gaussian = learner.actor(learner.actor_weights, torch.randn(5000, 2))
+        actions = learner.squash(*gaussian, torch.randn(5000, 3))[0].numpy()
     low, high = np.array([-1, -10, 0]), np.array([3, -8, 0.5])
     assert (actions >= low - 1e-5).all() and (actions <= high + 1e-5).all()
     assert np.allclose(actions.mean(0), (low + high) / 2, atol=(high - low) / 10)
@@ -124,22 +99,27 @@ def test_every_graphed_function_replays_bit_equal(autotune, num_envs, policy_fre
     columns = np.random.default_rng(0)
     start = transitions(eager, columns)
     for learner in (eager, graphed):
-        learner.buffer.zero_()
-        learner.observe(*start)
-    state = [*graphed.tensors().values(), graphed.buffer, graphed.actions]
+        learner.replay.rows.zero_()
+        learner.observe(**start)
+        for turns in learner.learn_on:
+            learner.learn_on[turns]()  # allocates what keeps the losses, as the warm-up before a capture does
+    for (_, tensor), (_, wanted) in zip(leaves(graphed.tensors()), leaves(eager.tensors()), strict=True):
+        tensor.copy_(wanted)
+    state = [tensor for _, tensor in leaves(graphed.tensors())]
+    state += [graphed.replay.rows, graphed.replay.stored, graphed.actions]
     graphed.respond = record(graphed.respond, state)
     graphed.learn_on = {turns: record(partial(TURBO.SAC.learn, graphed, *turns), state) for turns in graphed.learn_on}
     for i in range(20):
         row = transitions(eager, columns)
         for learner in (eager, graphed):
             torch.manual_seed(i)
-            learner.observe(*row)
+            learner.observe(**row)
             learner.update()
         assert np.array_equal(eager.next_actions(), graphed.next_actions())
-        for name, tensor in eager.tensors().items():
-            assert torch.equal(tensor, graphed.tensors()[name]), (i, name)
-    assert torch.equal(eager.buffer, graphed.buffer)
-    assert not torch.equal(eager.actor, make_learner(TURBO).actor)
+        assert_same_state(graphed.tensors(), eager.tensors())
+        assert graphed.losses() == eager.losses()
+    assert torch.equal(eager.replay.rows, graphed.replay.rows)
+    assert not torch.equal(eager.actor_weights, make_learner(TURBO).actor_weights)
 
 
 def test_sac_swings_up_the_pendulum(script, tmp_path):
@@ -166,17 +146,15 @@ def test_modes_agree(mode, updates):
     for kwargs in ({}, MODES[mode]):
         learner = make_learner(**ON_CUDA, **kwargs)
         replay_in_order(learner)
-        learner.noise = lambda: torch.zeros(64, 1, device="cuda")  # so that all modes see the same numbers
-        learner.buffer.copy_(torch.randn(learner.buffer.shape, generator=torch.Generator().manual_seed(0)))
+        learner.noise = lambda *leading: torch.zeros(
+            *leading, 64, 1, device="cuda"
+        )  # so that all modes see the same numbers
+        fill_replay(learner)
         for _ in range(updates):
             learner.update()
-        results.append({name: tensor.clone() for name, tensor in learner.tensors().items()})
-    for name, wanted in results[0].items():
-        difference = (results[1][name] - wanted).double().norm()
-        assert (
-            difference <= (1e-5 if updates == 1 else 1e-4 if updates < 10 else 1e-3) * wanted.double().norm() + 1e-7
-        ), name
-    assert results[1]["critic_adam.decay"][0].item() == pytest.approx(0.9**updates)
+        results.append(clones(learner.tensors()))
+    assert_close_in_norm(results[1], results[0], 1e-5 if updates == 1 else 1e-4 if updates < 10 else 1e-3)
+    assert learner.optimizers["critics"].steps.item() == updates
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -185,10 +163,10 @@ def test_repeated_updates_draw_fresh_rows_and_noise(mode):
     """From the same state, past capture, the same kind of update has another loss each time."""
     learner = make_learner(**ON_CUDA, **MODES[mode])
     advance(learner, 30)
-    saved = {name: tensor.clone() for name, tensor in learner.tensors().items()}
+    saved = clones(learner.tensors())
     losses = set()
     for _ in range(6):
-        for name, tensor in learner.tensors().items():
+        for name, tensor in leaves(learner.tensors()):
             tensor.copy_(saved[name])
         learner.updates = 30
         learner.update()

@@ -1,0 +1,222 @@
+"""The edits that doc/changing.md shows, applied to copies of plain and turbo: the page is their source."""
+
+import importlib.util
+import re
+from functools import partial
+
+import conftest
+import copies
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from capture import record
+from conftest import (
+    ALGORITHMS,
+    assert_learners_agree,
+    assert_same_state,
+    copy_networks,
+    feed_same_batches,
+    leaves,
+    make_learner,
+    saved,
+)
+from test_ppo import fix_order, roll_out
+
+PAGE = (copies.ROOT / "doc" / "changing.md").read_text()
+HUNK = re.compile(r"^@@ (\w+), (plain and turbo|plain|turbo) @@\n(.*?)(?=^@@|^```|\Z)", re.M | re.S)
+SECTIONS = {s.split("\n", 1)[0].lower(): s for s in PAGE.split("\n## ")[1:] if "```diff" in s}
+
+
+class SmallImage(conftest.PushAnything):
+    """Observations of 8 by 8 pixels, of which the first says how often reset has been called."""
+
+    def __init__(self):
+        super().__init__(gym.spaces.Box(0, 1, (8, 8)))
+
+
+gym.register("SmallImage-v0", entry_point=SmallImage)
+ENVIRONMENT = {"shared encoder": "SmallImage-v0"}
+
+
+def hunks(title):
+    """The algorithm of an edit, and its hunks: which scripts they are for, and their lines."""
+    found = HUNK.findall(SECTIONS[title])
+    (algorithm,) = {name.lower() for name, _, _ in found}
+    return algorithm, [(kind, lines.splitlines()) for _, kind, lines in found]
+
+
+def apply_hunk(source, lines):
+    """`source` with one hunk applied, whose old lines must stand there exactly once."""
+    old = "".join(f"{line[1:]}\n" for line in lines if line[:1] in (" ", "-") or not line)
+    new = "".join(f"{line[1:]}\n" for line in lines if line[:1] in (" ", "+") or not line)
+    assert source.count(old) == 1, f"not there once, but {source.count(old)} times:\n{old}"
+    return source.replace(old, new)
+
+
+def edited(title, kind, tmp_path):
+    """The module of a copy of the plain or turbo script with the edit applied."""
+    algorithm, parts = hunks(title)
+    name = ALGORITHMS[algorithm] + ("_torchcompile" if kind == "turbo" else "")
+    source = (copies.ROOT / "leanrl" / f"{name}.py").read_text()
+    for for_kind, lines in parts:
+        if kind in for_kind:
+            source = apply_hunk(source, lines)
+    path = tmp_path / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(f"edited_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make(module, title, **kwargs):
+    """The edited script's learner, small."""
+    algorithm, _ = hunks(title)
+    if title in ENVIRONMENT:
+        kwargs["env_id"] = ENVIRONMENT[title]
+    if algorithm == "sac":
+        kwargs["policy_lr"] = 3e-5  # as where plain and turbo are compared
+    return make_learner(module, **kwargs)
+
+
+def random_columns(learner, seed):
+    """A random transition per environment, by the names of the replay buffer's columns, whatever these are."""
+    generator = np.random.default_rng(seed)
+    shapes = learner.replay.shapes
+    columns = {name: generator.standard_normal((learner.num_envs, *shape)) for name, shape in shapes.items()}
+    columns["terminated"] = columns["terminated"] > 1
+    if hasattr(learner, "num_actions"):
+        columns["actions"] = generator.integers(learner.num_actions, size=learner.num_envs)
+    return columns
+
+
+def take_step(learner, seed):
+    """What `train` does with the learner between two updates, on random data, and the update."""
+    if hasattr(learner, "observe"):
+        columns = random_columns(learner, seed)
+        learner.observe(**columns, act_on=columns["next_obs"])
+    elif hasattr(learner, "replay"):
+        learner.store(**random_columns(learner, seed))
+    else:
+        roll_out([learner], seed)
+    update(learner)
+
+
+def update(learner):
+    learner.update(3e-4) if hasattr(learner, "normalizer") else learner.update()
+
+
+def check_updates(plain, turbo, monkeypatch):
+    """From the same networks and data both agree after one update and after twenty."""
+    copy_networks(plain, turbo)
+    on_policy = not hasattr(turbo, "replay")
+    if on_policy:
+        fix_order(monkeypatch)
+    else:
+        feed_same_batches(plain, turbo, seed=0)
+    applies = {name: getattr(turbo, name) for name in turbo.optimizers if name != "alpha"}
+    for i in range(20):
+        if on_policy:
+            roll_out([plain, turbo], seed=i)
+        for learner in (plain, turbo):
+            torch.manual_seed(i)
+            update(learner)
+        if i in (0, 19):
+            assert_learners_agree(plain, turbo, applies, tolerance=1e-5 if i == 0 else 1e-4)
+
+
+def check_one_graph(make_turbo, monkeypatch):
+    """Each compiled function is one graph, and new data or a later update does not make another one."""
+    torch._dynamo.reset()
+    compile = torch.compile
+    with monkeypatch.context() as patch:  # making the graphs takes seconds, generating code for them minutes
+        patch.setattr(torch, "compile", lambda f, options=None, **kwargs: compile(f, backend="eager", **kwargs))
+        turbo = make_turbo(compile=True)
+    for i in range(4):
+        take_step(turbo, i)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(4, 8):
+            take_step(turbo, i)
+
+
+def check_capture(make_turbo):
+    """What is graphed replays bit by bit what eager code does."""
+    eager, graphed = make_turbo(), make_turbo()
+    for learner in (eager, graphed):
+        for i in range(2):
+            torch.manual_seed(i)
+            take_step(learner, i)
+    record_graphs(graphed)
+    for i in range(2, 8):
+        for learner in (eager, graphed):
+            torch.manual_seed(i)
+            take_step(learner, i)
+        assert_same_state(graphed.tensors(), eager.tensors())
+        assert graphed.losses() == eager.losses()
+
+
+def record_graphs(learner):
+    """Replace what `apply_compile_and_cudagraphs` would graph by recordings."""
+    state = [tensor for _, tensor in leaves(learner.tensors())]
+    if hasattr(learner, "replay"):
+        state += [learner.replay.rows, learner.replay.stored]
+    if hasattr(learner, "learn_on"):
+        learner.learn_on = {turns: record(learn, state) for turns, learn in learner.learn_on.items()}
+        learner.respond = record(learner.respond, state)
+    elif hasattr(learner, "learn"):
+        learner.learn = record(learner.learn, state)
+    else:
+        learner.iterate = record(learner.iterate, state)
+
+
+def check_run(module, title, tmp_path):
+    """A short run trains, is resumed, and exports its policy; a learner is restored bit by bit."""
+    algorithm, _ = hunks(title)
+    sizes = {"num_steps": 50, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 200}
+    if algorithm != "ppo":
+        sizes = {"learning_starts": 100, "batch_size": 16, "buffer_size": 300, "total_timesteps": 200}
+    env_id = {"dqn": "CartPole-v1"}.get(algorithm, ENVIRONMENT.get(title, "Pendulum-v1"))
+    args = module.Args(env_id=env_id, run_dir=str(tmp_path), **sizes)
+    learners = []
+    for resume, total_timesteps in ((None, 200), ("the folder", 300)):
+        args.resume = resume and str(next(tmp_path.glob("*/policy.pt2")).parent)
+        args.total_timesteps = total_timesteps
+        module.train(args, on_log=lambda learner, losses, step: learners.append(learner))
+    assert len(list(tmp_path.glob("*/policy.pt2"))) == 2
+    first, resumed = learners[0], learners[-1]
+    assert resumed is not first and resumed.updates > first.updates > 0
+    restored = make_learner(module, seed=5, **sizes | {"env_id": env_id})
+    restored.load_state_dict(saved(first))
+    assert_same_state(restored.state_dict(), first.state_dict())
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_the_edit_works(title, tmp_path, monkeypatch):
+    plain, turbo = (edited(title, kind, tmp_path) for kind in ("plain", "turbo"))
+    for kind, module in (("plain", plain), ("turbo", turbo)):
+        check_run(module, title, tmp_path / kind)
+    make_turbo = partial(make, turbo, title)
+    check_capture(make_turbo)
+    with monkeypatch.context() as patch:
+        check_updates(make(plain, title), make_turbo(), patch)
+    check_one_graph(make_turbo, monkeypatch)
+
+
+def places_and_lines(title):
+    """Runs of neighbouring changed lines of the turbo script, and lines added or changed."""
+    places, added = 0, 0
+    for kind, lines in hunks(title)[1]:
+        if "turbo" in kind:
+            changed = "".join("x" if line[:1] in ("+", "-") else " " for line in lines)
+            places += len(changed.split())
+            added += sum(line[:1] == "+" for line in lines)
+    return places, added
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_the_table_counts_the_diff(title):
+    anchor = re.sub(r"[^\w-]", "", title.replace(" ", "-"))
+    (row,) = [line for line in PAGE.splitlines() if line.startswith("|") and f"](#{anchor})" in line]
+    places, lines = places_and_lines(title)
+    assert row.split("|")[4].strip() == f"{places}, {lines}", title
