@@ -347,16 +347,15 @@ class Scalars:
         self.device = device
         self.kept = {}
 
-    @torch.no_grad()
     def keep(self, **scalars):
-        """Keep these 0-dimensional tensors under their names; the same names always share the same memory."""
+        """Keep these 0-dimensional detached tensors by name; the same names always share the same memory."""
         names = tuple(scalars)
         if names not in self.kept:
             known = {name for kept in self.kept for name in kept}
             if known & set(names):
                 raise ValueError(f"{known & set(names)} is kept elsewhere already; give it another name")
             self.kept[names] = torch.zeros(len(names), device=self.device)
-        self.kept[names].copy_(torch.stack(list(scalars.values())))
+        torch.stack(list(scalars.values()), out=self.kept[names])
 
     def fetch(self):
         """The newest values by name; waits for the device."""
@@ -382,7 +381,7 @@ class DeviceReplayBuffer:
 
     def pack(self, columns, rows):
         """Write columns by name, numpy, (n, ...), side by side into `rows`, numpy, (n, width)."""
-        ordered = [np.reshape(columns[name], (len(rows), -1)) for name in self.shapes]
+        ordered = [columns[name].reshape(len(rows), -1) for name in self.shapes]
         np.concatenate(ordered, 1, rows, casting="unsafe")
 
     def write(self, rows, count):

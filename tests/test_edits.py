@@ -220,3 +220,80 @@ def test_the_table_counts_the_diff(title):
     (row,) = [line for line in PAGE.splitlines() if line.startswith("|") and f"](#{anchor})" in line]
     places, lines = places_and_lines(title)
     assert row.split("|")[4].strip() == f"{places}, {lines}", title
+
+
+@pytest.mark.parametrize("kind", ["plain", "turbo"])
+def test_the_checkpoint_of_another_network_is_refused(kind, tmp_path, capsys):
+    original = getattr(conftest, kind.upper())["sac"]
+    module = edited("third hidden layer", kind, tmp_path)
+    sizes = {"env_id": "Pendulum-v1", "learning_starts": 50, "total_timesteps": 60, "buffer_size": 100}
+    original.train(original.Args(run_dir=str(tmp_path / "runs"), **sizes))
+    (folder,) = (tmp_path / "runs").iterdir()
+    sizes["total_timesteps"] = 80
+    with pytest.raises(SystemExit) as error:
+        module.train(module.Args(run_dir=str(tmp_path / "no"), resume=str(folder), **sizes))
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert error.value.code == 2 and not (tmp_path / "no").exists()
+    assert line.startswith(f"error: --resume {folder}: it does not fit the networks of this script: ")
+    assert "0.net.6.bias" in line
+
+
+SCRIPT = conftest.TURBO["sac"]
+
+
+def small_network(*layers):
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), *layers, torch.nn.Linear(4, 1))
+
+
+def test_networks_that_cannot_be_one_flat_vector_are_refused():
+    frozen = small_network()
+    frozen[0].requires_grad_(False)
+    different = torch.nn.ModuleList([small_network(torch.nn.ReLU()), small_network(torch.nn.Tanh())])
+    wrong = {"statistics": small_network(torch.nn.BatchNorm1d(4)), "same layers": different}
+    wrong |= {"frozen": frozen, "float32": small_network().double()}
+    for word, network in wrong.items():
+        with pytest.raises(ValueError, match=word):
+            SCRIPT.Apply(network)
+
+
+def test_each_network_of_several_has_its_own_parameters():
+    """A LayerNorm too; and one network in a list keeps its dimension."""
+    for count in (1, 3):
+        networks = torch.nn.ModuleList([small_network(torch.nn.LayerNorm(4)) for _ in range(count)])
+        for network in networks:
+            network[1].weight.data.uniform_()
+        x = torch.randn(5, 3)
+        wanted = torch.stack([network(x) for network in networks]).detach()
+        apply = SCRIPT.Apply(networks)
+        weights = apply.flatten()
+        torch.testing.assert_close(apply(weights, x), wanted)
+        torch.testing.assert_close(apply.member(weights, count - 1, x), wanted[-1])
+        assert {name: tensor.shape for name, tensor in apply.state_dict(weights).items()} == {
+            name: tensor.shape for name, tensor in networks.state_dict().items()
+        }
+        assert all(view.data_ptr() % 64 == 0 for view in apply.unflatten(weights).values())
+
+
+def test_tied_weights_stay_tied():
+    network = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    network[1].weight = network[0].weight
+    apply = SCRIPT.Apply(network)
+    weights = apply.flatten()
+    x = torch.randn(2, 4)
+    changed = torch.randn_like(weights)
+    views = apply.unflatten(changed)
+    hidden = torch.nn.functional.linear(x, views["0.weight"], views["0.bias"])
+    torch.testing.assert_close(
+        apply(changed, x), torch.nn.functional.linear(hidden, views["0.weight"], views["1.bias"])
+    )
+
+
+def test_a_name_stands_for_one_scalar():
+    scalars = SCRIPT.Scalars(torch.device("cpu"))
+    scalars.keep(loss=torch.tensor(1.0), value=torch.tensor(2.0))
+    with pytest.raises(ValueError, match="kept elsewhere"):
+        scalars.keep(loss=torch.tensor(3.0))
+    scalars.keep(loss=torch.tensor(4.0), value=torch.tensor(5.0))
+    assert scalars.fetch() == {"loss": 4.0, "value": 5.0}
+    with pytest.raises(RuntimeError, match="requires grad"):  # it would keep every update's graph alive
+        scalars.keep(loss=torch.tensor(4.0, requires_grad=True), value=torch.tensor(5.0))
