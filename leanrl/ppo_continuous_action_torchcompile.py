@@ -401,13 +401,15 @@ class Adam:
     def step(self, weights, gradient):
         """Move `weights`, in place, one step against `gradient`; both are flat."""
         compiling = torch.compiler.is_compiling()  # which fuses the library's formula; eager, its fused kernel is used
+        # compiled, 1 - beta**steps has the precision of `steps`, and float32 would be wrong in the fifth digit
+        steps = self.steps.double() if compiling else self.steps
         adam(
             [weights],
             [gradient],
             [self.m],
             [self.v],
             max_exp_avg_sqs=[],
-            state_steps=[self.steps],
+            state_steps=[steps],
             amsgrad=False,
             beta1=BETA1,
             beta2=BETA2,
@@ -419,6 +421,8 @@ class Adam:
             capturable=compiling,
             fused=not compiling,
         )
+        if compiling:
+            self.steps.copy_(steps)
 
     def tensors(self):
         """By name, what a resumed run needs: every tensor here but the learning rate."""
@@ -577,12 +581,12 @@ def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
 
 
 def cheap_guards(guards):
-    """Which of a compiled method's guards are checked in each call: tensors, numbers and classes of the learner.
+    """Which of a compiled method's guards are checked in each call: those on what the learner holds, and on shapes.
 
     The others, such as hooks of each layer and globals of torch, would take 4% of SAC's time on a CPU, 10% of DQN's. So
-    keep what changes in tensors or in the learner's attributes: a longer list or another global would not be noticed.
+    keep what changes in tensors or in the learner's attributes: another value of a global would not be noticed.
     """
-    kinds = ("TENSOR_MATCH", "CONSTANT_MATCH", "TYPE_MATCH")
+    kinds = ("TENSOR_MATCH", "CONSTANT_MATCH", "TYPE_MATCH", "SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "SHAPE_ENV")
     return [guard.guard_type in kinds and not guard.is_global for guard in guards]
 
 

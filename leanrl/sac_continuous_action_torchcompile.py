@@ -335,13 +335,15 @@ class Adam:
     def step(self, weights, gradient):
         """Move `weights`, in place, one step against `gradient`; both are flat."""
         compiling = torch.compiler.is_compiling()  # which fuses the library's formula; eager, its fused kernel is used
+        # compiled, 1 - beta**steps has the precision of `steps`, and float32 would be wrong in the fifth digit
+        steps = self.steps.double() if compiling else self.steps
         adam(
             [weights],
             [gradient],
             [self.m],
             [self.v],
             max_exp_avg_sqs=[],
-            state_steps=[self.steps],
+            state_steps=[steps],
             amsgrad=False,
             beta1=BETA1,
             beta2=BETA2,
@@ -353,6 +355,8 @@ class Adam:
             capturable=compiling,
             fused=not compiling,
         )
+        if compiling:
+            self.steps.copy_(steps)
 
     def tensors(self):
         """By name, what a resumed run needs: every tensor here but the learning rate."""
@@ -457,12 +461,12 @@ def to_cpu(tensors):
 
 
 def cheap_guards(guards):
-    """Which of a compiled method's guards are checked in each call: tensors, numbers and classes of the learner.
+    """Which of a compiled method's guards are checked in each call: those on what the learner holds, and on shapes.
 
     The others, such as hooks of each layer and globals of torch, would take 4% of SAC's time on a CPU, 10% of DQN's. So
-    keep what changes in tensors or in the learner's attributes: a longer list or another global would not be noticed.
+    keep what changes in tensors or in the learner's attributes: another value of a global would not be noticed.
     """
-    kinds = ("TENSOR_MATCH", "CONSTANT_MATCH", "TYPE_MATCH")
+    kinds = ("TENSOR_MATCH", "CONSTANT_MATCH", "TYPE_MATCH", "SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "SHAPE_ENV")
     return [guard.guard_type in kinds and not guard.is_global for guard in guards]
 
 
@@ -513,10 +517,9 @@ class SAC:
         self.learn_on = {kind: partial(self.learn, *kind) for kind in kinds}
         if self.compile:
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-            options = {"guard_filter_fn": cheap_guards}
-            self.store_and_act = torch.compile(self.store_and_act, fullgraph=True, options=options)
-            self.update_critics = torch.compile(self.update_critics, fullgraph=True, options=options)
-            self.update_actor = torch.compile(self.update_actor, fullgraph=True, options=options)
+            for name in ("store_and_act", "update_critics", "update_actor"):
+                options = {"guard_filter_fn": cheap_guards}  # torch.compile takes this out of the dictionary
+                setattr(self, name, torch.compile(getattr(self, name), fullgraph=True, options=options))
         if self.cudagraphs:
             self.respond = CudaGraphModule(self.respond, warmup=GRAPH_WARMUP)
             self.learn_on = {turns: CudaGraphModule(f, warmup=GRAPH_WARMUP) for turns, f in self.learn_on.items()}
