@@ -38,7 +38,6 @@ from gymnasium.vector.utils import batch_space
 from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.func import functional_call, vmap
-from torch.optim.adam import adam
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -390,39 +389,29 @@ class Apply:
 
 
 class Adam:
-    """torch.optim's Adam (arXiv:1412.6980) for one flat vector, with all its state on the device."""
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) for one flat vector, with all its state on the device.
+
+    torch.optim's functional form compiles too, but takes powers of the betas, for each piece of the vector again: in
+    float32 these are wrong in the fifth digit, in float64 they slow a compiled update by 5%. Here are running products.
+    """
 
     def __init__(self, weights, lr):
         self.lr = lr
         self.m = torch.zeros_like(weights)
         self.v = torch.zeros_like(weights)
-        self.steps = torch.zeros((), device=weights.device)
+        self.betas = torch.tensor((BETA1, BETA2), dtype=torch.float64, device=weights.device)
+        self.decay = torch.ones_like(self.betas)  # beta1**t and beta2**t after t steps; float64 for 1 - 0.999**t
 
     def step(self, weights, gradient):
         """Move `weights`, in place, one step against `gradient`; both are flat."""
-        compiling = torch.compiler.is_compiling()  # which fuses the library's formula; eager, its fused kernel is used
-        # compiled, 1 - beta**steps has the precision of `steps`, and float32 would be wrong in the fifth digit
-        steps = self.steps.double() if compiling else self.steps
-        adam(
-            [weights],
-            [gradient],
-            [self.m],
-            [self.v],
-            max_exp_avg_sqs=[],
-            state_steps=[steps],
-            amsgrad=False,
-            beta1=BETA1,
-            beta2=BETA2,
-            lr=self.lr,
-            weight_decay=0.0,
-            eps=EPS,
-            maximize=False,
-            foreach=False,
-            capturable=compiling,
-            fused=not compiling,
-        )
-        if compiling:
-            self.steps.copy_(steps)
+        self.decay.mul_(self.betas).clamp_(min=1e-30)  # denormal numbers, after 7000 steps, would be slow
+        self.m.lerp_(gradient, 1 - BETA1)
+        self.v.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
+        correction1, correction2 = (1 - self.decay).unbind()
+        # lr * m_hat / (sqrt(v_hat) + eps), with both corrections and lr moved into the denominator
+        scale = correction1 / self.lr
+        denominator = self.v.sqrt().mul_(scale / correction2.sqrt()).add_(EPS * scale)
+        weights.addcdiv_(self.m, denominator, value=-1)
 
     def tensors(self):
         """By name, what a resumed run needs: every tensor here but the learning rate."""

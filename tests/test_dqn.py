@@ -511,7 +511,7 @@ class TestOnCuda:
             results.append(learner.tensors())
         tolerance = 1e-5 if updates == 1 else 1e-4 if updates < 10 else 1e-3
         assert_close_in_norm(results[1], results[0], tolerance)
-        assert learner.optimizers["q"].steps.item() == updates
+        assert learner.optimizers["q"].decay[0].item() == pytest.approx(0.9**updates)
 
     def test_every_transition_is_stored_once(self, mode, updates):
         learner = make_learner(**CUDA, **MODES[mode])
