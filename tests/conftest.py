@@ -85,6 +85,7 @@ ENVIRONMENTS = {
     "BlindTerminates-v0": {"blind": True, "terminates": True},
     "Unequal-v0": {"length": 20, **UNEQUAL},
     "DoublePrecision-v0": {"dtype": np.float64},
+    "Decimals-v0": {"low": [-0.1, -2.3], "high": [0.1, 0.2], "dtype": np.float64},
     "Unbounded-v0": {"low": [-np.inf], "high": [np.inf]},
 }
 DISCRETE_ENVIRONMENTS = {
@@ -175,11 +176,16 @@ def as_rows(transitions):
     return np.concatenate([column.reshape(len(column), -1) for column in columns], 1).astype(np.float32)
 
 
+def networks(learner):
+    """The tensors themselves of a plain or turbo learner's networks, by network and name."""
+    state = learner.tensors() if hasattr(learner, "tensors") else learner.state_dict()
+    return state["networks"]
+
+
 def copy_networks(source, target):
     """Give one learner the networks of another one, plain or turbo."""
-    state = target.tensors() if hasattr(target, "tensors") else target.state_dict()
-    live = dict(leaves(state["networks"]))
-    for name, tensor in leaves(source.state_dict()["networks"]):
+    live = dict(leaves(networks(target)))
+    for name, tensor in leaves(networks(source)):
         live[name].data.copy_(tensor)
 
 
@@ -188,40 +194,42 @@ def clones(tensors):
     return {name: tensor.clone() for name, tensor in leaves(tensors)}
 
 
-def assert_close_in_norm(got, wanted, tolerance):
-    """Each entry of `wanted`, a tensor or nested dictionaries of them, agrees as one long vector.
+def learnt(turbo):
+    """Copies, by path, of all that a turbo learner's updates change: flat weights, optimisers, losses and the like."""
+    state = {name: value for name, value in turbo.tensors().items() if name != "networks"}
+    state |= {name: value for name, value in vars(turbo).items() if name.endswith("weights")}
+    return clones(state | {"losses": list(turbo.scalars.kept.values())})
 
-    In norm, since Adam blows up rounding where a gradient is all but zero.
-    """
+
+def assert_close_in_norm(got, wanted, tolerance, least=0.0):
+    """Tensors by name agree: in norm, since Adam blows up rounding where a gradient is all but zero."""
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
-        pairs = dict(leaves(got[name])), dict(leaves(value))
-        assert pairs[0].keys() == pairs[1].keys()
-        vectors = [torch.cat([tensor.double().flatten() for tensor in entry.values()]) for entry in pairs]
-        difference = (vectors[0] - vectors[1]).norm()
-        assert difference <= tolerance * vectors[1].norm() + 1e-9, (name, difference)
-
-
-def first_moments(learner):
-    """Adam's first moments, by network and parameter: they are 0.1 times the gradient after one update."""
-    moments = {}
-    for name, network in learner.networks().items():
-        if name in learner.optimizers:
-            state = learner.optimizers[name].state
-            moments[name] = {key: state[parameter]["exp_avg"] for key, parameter in network.named_parameters()}
-    return moments
+        difference = (got[name] - value).double().norm()
+        assert difference <= tolerance * value.double().norm() + least, (name, difference)
 
 
 def assert_learners_agree(plain, turbo, applies, tolerance):
     """Networks, gradients and losses; `applies` are the turbo learner's `Apply`s by the names of their optimisers."""
-    networks = plain.state_dict()["networks"]
-    assert_close_in_norm(turbo.tensors()["networks"], networks, tolerance)
-    for name, wanted in first_moments(plain).items():
-        got = applies[name].state_dict(turbo.optimizers[name].m)
-        assert_close_in_norm({name: {key: got[key] for key in wanted}}, {name: wanted}, tolerance)
+
+    def flat(tensors, names):
+        return torch.cat([tensors[name].detach().flatten() for name in names])
+
+    got, wanted = {}, {}
+    for name, network in plain.networks().items():
+        parameters = dict(network.named_parameters())
+        got[name] = flat(networks(turbo)[name], parameters)
+        wanted[name] = flat(parameters, parameters)
+        if name in applies:  # Adam's first moments: 0.1 times the gradient after one update
+            states = plain.optimizers[name].state
+            moments = {key: states[parameter]["exp_avg"] for key, parameter in parameters.items()}
+            got[f"{name} gradient"] = flat(applies[name].state_dict(turbo.optimizers[name].m), parameters)
+            wanted[f"{name} gradient"] = flat(moments, parameters)
+    assert_close_in_norm(got, wanted, tolerance)
     losses = turbo.losses()
-    for name, wanted in plain.losses().items():
-        assert losses[name] == pytest.approx(wanted, rel=10 * tolerance, abs=tolerance), name
+    assert losses.keys() == plain.losses().keys()
+    for name, value in plain.losses().items():
+        assert losses[name] == pytest.approx(value, rel=10 * tolerance, abs=tolerance), name
 
 
 def replay_in_order(learner):
