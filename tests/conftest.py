@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from emulated_cuda import emulated_cuda
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")} | {"dqn": "dqn"}
@@ -131,9 +132,22 @@ def make_learner(script, seed=1, device="cpu", **kwargs):
     return learner(args, script.make_envs(args, args.num_envs), torch.device(device))
 
 
-def on_cuda(test):
-    """Marks a test, or a class of tests, that needs a CUDA device."""
-    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")(test))
+def pytest_generate_tests(metafunc):
+    """Tests marked `gpu` run on the emulated CUDA device, and on a real one where there is one."""
+    if metafunc.definition.get_closest_marker("gpu"):
+        metafunc.parametrize("cuda", ["emulated"] + ["real"] * torch.cuda.is_available(), indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def cuda(request):
+    """The CUDA device of a test marked `gpu`; None for other tests, and for a real device."""
+    if getattr(request, "param", "real") == "real":
+        yield
+    elif "compile" in request.node.callspec.params.get("mode", ""):
+        pytest.skip("compilation for a CUDA device needs one")
+    else:
+        with emulated_cuda() as device:
+            yield device
 
 
 def leaves(state, path=""):

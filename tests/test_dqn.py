@@ -22,7 +22,6 @@ from conftest import (
     leaves,
     make_learner,
     networks,
-    on_cuda,
     replay_in_order,
     saved,
     scalars,
@@ -489,7 +488,7 @@ def advance(learner, updates, seed=0):
 CUDA = {"script": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200}
 
 
-@on_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("updates", [1, 2, 3, 4, 50])
 class TestOnCuda:
@@ -534,7 +533,7 @@ class TestOnCuda:
         assert len(losses) == updates
 
 
-@on_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 class TestTheLoopOnCuda:
     def test_the_host_waits_for_weights_alone(self, mode):

@@ -20,7 +20,6 @@ from conftest import (
     leaves,
     make_learner,
     networks,
-    on_cuda,
     saved,
     scalars,
 )
@@ -551,7 +550,7 @@ def train_on_cuda(iterations, target_kl=None, **mode):
     return learner
 
 
-@on_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("target_kl", [None, 1e9])
 @pytest.mark.parametrize("iterations", [1, 2, 3, 4, 10])
@@ -565,7 +564,7 @@ def test_modes_agree(mode, target_kl, iterations, monkeypatch):
     assert_close_in_norm(learnt(got), learnt(wanted), 1e-5 if iterations == 1 else 1e-3, least=1e-6)
 
 
-@on_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_replays_shuffle_afresh(mode):
     """From the same parameters and rollout, past capture, updates differ by the order of the minibatches alone."""
@@ -580,7 +579,7 @@ def test_replays_shuffle_afresh(mode):
     assert len(results) == 5
 
 
-@on_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_acts_with_the_newest_parameters(mode):
     learner = train_on_cuda(5, **MODES[mode])
@@ -591,7 +590,7 @@ def test_the_host_acts_with_the_newest_parameters(mode):
     assert torch.equal(learner.host_weights, learner.weights.cpu())
 
 
-@on_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_continues_in_captured_graphs(mode):
     """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
@@ -608,7 +607,7 @@ def test_a_checkpoint_continues_in_captured_graphs(mode):
     assert not torch.equal(networks(learner)["agent"]["log_std"].cpu(), state["networks"]["agent"]["log_std"])
 
 
-@on_cuda
+@pytest.mark.gpu
 def test_training_on_cuda(tmp_path):
     sizes = {"total_timesteps": 600, "num_steps": 50, "num_minibatches": 2, "cudagraphs": True}
     TURBO.train(TURBO.Args(env_id="Pendulum-v1", run_dir=str(tmp_path), **sizes))

@@ -14,7 +14,6 @@ from conftest import (
     as_rows,
     assert_same_state,
     make_learner,
-    on_cuda,
     saved,
     stored_rows,
     transitions,
@@ -144,7 +143,7 @@ def test_compiled_functions_have_one_graph_and_do_not_recompile(turbo):
     assert graphs == 3, "acting, critics, actor"
 
 
-@on_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_every_transition_is_stored_once(turbo, mode):
     learner = learner_on_cuda(turbo, mode)
@@ -159,7 +158,7 @@ def test_every_transition_is_stored_once(turbo, mode):
     assert np.array_equal(learner.replay.rows[:20].cpu().numpy(), np.concatenate(sent))
 
 
-@on_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_replays_draw_fresh_noise(turbo, mode):
     learner = learner_on_cuda(turbo, mode)
@@ -171,7 +170,7 @@ def test_replays_draw_fresh_noise(turbo, mode):
     assert len(seen) == 12
 
 
-@on_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_waits_for_actions_alone(turbo, mode):
     """In the steady loop only the event of `next_actions` synchronises, which the debug mode does not count."""
@@ -185,7 +184,7 @@ def test_the_host_waits_for_actions_alone(turbo, mode):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@on_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_continues_in_captured_graphs(turbo, mode):
     """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
@@ -197,7 +196,7 @@ def test_a_checkpoint_continues_in_captured_graphs(turbo, mode):
     np.testing.assert_allclose(advance(learner, 5, seed=1), wanted, rtol=1e-4, atol=1e-4)
 
 
-@on_cuda
+@pytest.mark.gpu
 def test_training_on_cuda(turbo, tmp_path):
     args = turbo.Args(env_id="Pendulum-v1", total_timesteps=500, learning_starts=100, run_dir=str(tmp_path))
     args.cudagraphs = True

@@ -20,7 +20,6 @@ from conftest import (
     learnt,
     leaves,
     make_learner,
-    on_cuda,
     replay_in_order,
     scalars,
     transitions,
@@ -162,7 +161,7 @@ ON_CUDA = {"script": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 2
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("updates", [1, 3, 6, 7, 50])
-@on_cuda
+@pytest.mark.gpu
 def test_modes_agree(mode, updates):
     """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
     results = []
@@ -180,7 +179,7 @@ def test_modes_agree(mode, updates):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@on_cuda
+@pytest.mark.gpu
 def test_repeated_updates_draw_fresh_rows_and_noise(mode):
     """From the same state, past capture, the same kind of update has another loss each time."""
     learner = make_learner(**ON_CUDA, **MODES[mode])

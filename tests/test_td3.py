@@ -21,7 +21,6 @@ from conftest import (
     leaves,
     make_learner,
     networks,
-    on_cuda,
     replay_in_order,
     scalars,
     transitions,
@@ -268,7 +267,7 @@ def test_evaluation_prints_the_return_of_the_policy_without_noise(script, tmp_pa
 ON_CUDA = {"script": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200}
 
 
-@on_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("updates", [1, 3, 6, 7, 50])
 def test_modes_agree(mode, updates):
@@ -287,7 +286,7 @@ def test_modes_agree(mode, updates):
     assert learner.optimizers["actor"].decay[0].item() == pytest.approx(0.9 ** ((updates + 1) // 2))
 
 
-@on_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fixed_rows", [False, True])
 def test_repeated_updates_draw_fresh_rows_and_noise(mode, fixed_rows):

@@ -1,0 +1,694 @@
+"""A CUDA device that the CPU plays, to test what code does with streams, events, pinned memory and CUDA graphs.
+
+    with emulated_cuda(late=True) as device:  # torch.cuda.is_available() is True in here
+        train(...)
+    print(device.counts)
+
+Operators are queued, as on a card, and computed by the CPU's kernels: at once, or `late`, when the host waits and not
+before. What a program computes may not depend on that: where the two differ, a wait is missing. Tensors hold real
+memory, which is NaN until it is written, NaN in the host's copy until the copy has run, and NaN again where somebody
+frees what a graph still reads. doc/testing_cuda_graphs.md has the rules, and what cannot be seen this way.
+
+This file needs nothing but torch: it can be copied.
+"""
+
+import contextlib
+import random
+from collections import Counter, deque
+from functools import cache, partial
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+aten = torch.ops.aten
+DEVICE = None  # the emulated device, while there is one
+CAPTURING = "operation not permitted when stream is capturing"
+CUDA, CPU, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
+
+
+class Device:
+    """The state of the emulated device.
+
+    `counts` has operators launched by themselves, graph replays and the operators in them ("nodes"), copies and bytes
+    to the device ("h2d") and from it ("d2h"), and how often the host waited.
+    """
+
+    def __init__(self, late, seed):
+        self.late = late
+        self.streams = []
+        self.order = random.Random(seed)  # in which streams run that do not wait for each other
+        self.capture = None
+        self.pinned = {}  # page-locked host memory, by address
+        self.rng = (0, 0)  # seed, and random operators launched since
+        self.sync_debug_mode = "default"
+        self.counts = Counter()
+
+    def launch(self, run, prepare=None, count="operators"):
+        """Queue `run` on the current stream, or record it in the graph that is being captured.
+
+        `prepare` is what the host does at each launch: it returns arguments for `run`.
+        """
+        if self.capture is not None and self.current in self.capture.streams:
+            self.capture.work.append((run, prepare, count))
+            return
+        self.counts[count] += 1
+        self.current.push(partial(run, *prepare()) if prepare else run)
+
+    def wait(self, streams, operator=None):
+        """The host waits until `streams` have done all that was launched on them so far."""
+        if self.capture is not None:
+            raise RuntimeError(f"{CAPTURING}: {operator or 'a wait'}")
+        if operator is not None and self.sync_debug_mode == "error":
+            raise RuntimeError(f"called a synchronizing CUDA operation: {operator}")
+        self.counts["waits"] += 1
+        ends = {stream: stream.launched for stream in streams}
+        while ends:
+            stream = self.order.choice(list(ends))
+            if stream.done < ends[stream]:
+                stream.run_one()
+            else:
+                del ends[stream]
+
+    def synchronize(self, device=None):
+        self.wait(self.streams)
+
+    def next_random(self):
+        """The seed for the next random operator: like a card's offset, it is counted by the host at each launch."""
+        seed, offset = self.rng
+        self.rng = (seed, offset + 1)
+        return (hash((seed, offset)) % 2**63,)
+
+    def get_rng_state(self, device=None):
+        if self.capture is not None:
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+        return torch.tensor(self.rng, dtype=torch.int64).view(torch.uint8)
+
+    def set_rng_state(self, state, device=None):
+        self.rng = tuple(state.view(torch.int64).tolist())
+
+    def manual_seed(self, seed):
+        self.rng = (seed, 0)
+
+    def set_sync_debug_mode(self, mode):
+        self.sync_debug_mode = mode
+
+    def current_stream(self, device=None):
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        outer, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = outer
+
+
+class Stream:
+    """Work that is done in order: functions, and (stream, position) where it waits for another stream."""
+
+    def __init__(self, device=None, priority=0):
+        self.device = CUDA
+        self.queue = deque()
+        self.launched = 0
+        self.done = 0
+        DEVICE.streams.append(self)
+
+    def push(self, work):
+        self.queue.append(work)
+        self.launched += 1
+        if not DEVICE.late:
+            self.run_until(self.launched)
+
+    def run_one(self):
+        work = self.queue.popleft()
+        if isinstance(work, tuple):
+            stream, position = work
+            stream.run_until(position)
+        else:
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.no_grad():
+                work()
+        self.done += 1
+
+    def run_until(self, position):
+        while self.done < position:
+            self.run_one()
+
+    def wait_stream(self, stream):
+        event = Event()
+        event.record(stream)
+        self.wait_event(event)
+
+    def wait_event(self, event):
+        capture = DEVICE.capture
+        if event.capture is not None and event.capture is capture:
+            capture.streams.setdefault(self)  # forks from the capture, or joins it again
+            capture.unjoined.discard(event.stream)
+            if self is not capture.origin:
+                capture.unjoined.add(self)
+        elif capture is not None and self in capture.streams:
+            raise RuntimeError(f"{CAPTURING}: dependency on work outside of the capture")
+        elif event.stream is not None:
+            self.push((event.stream, event.position))
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self):
+        DEVICE.wait([self])
+
+    def query(self):
+        return self.done == self.launched
+
+
+class Event:
+    """A position in a stream."""
+
+    def __init__(self, enable_timing=False, blocking=False, interprocess=False):
+        self.stream = None
+        self.position = 0
+        self.capture = None
+
+    def record(self, stream=None):
+        self.stream = stream or DEVICE.current
+        self.position = self.stream.launched
+        captured = DEVICE.capture is not None and self.stream in DEVICE.capture.streams
+        self.capture = DEVICE.capture if captured else None
+
+    def wait(self, stream=None):
+        (stream or DEVICE.current).wait_event(self)
+
+    def synchronize(self):
+        if DEVICE.capture is not None or self.capture is not None:
+            raise RuntimeError(f"{CAPTURING}: waiting for an event")
+        DEVICE.counts["waits"] += 1
+        if self.stream is not None:
+            self.stream.run_until(self.position)
+
+    def query(self):
+        if self.stream is None or self.stream.done >= self.position:
+            return True
+        self.stream.run_one()  # who asks again and again is answered at last
+        return False
+
+
+class Pool:
+    """A graph's private memory; graphs that share it may reuse what nobody holds when their capture begins."""
+
+    def __init__(self):
+        self.free = []
+
+
+class CUDAGraph:
+    """What was launched while it was captured: each replay launches the same on the same memory."""
+
+    def __init__(self, keep_graph=False):
+        self.work = []
+        self.reused = []
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        if DEVICE.capture is not None:
+            raise RuntimeError(f"{CAPTURING}: another capture")
+        self.work.clear()
+        self.memory = pool or Pool()
+        self.reused = list(self.memory.free)
+        self.origin = DEVICE.current
+        self.streams = {self.origin: None}
+        self.unjoined = set()
+        DEVICE.capture = self
+
+    def capture_end(self):
+        DEVICE.capture = None
+        if self.unjoined:
+            raise RuntimeError("capturing stream has unjoined work")
+
+    def pool(self):
+        return self.memory
+
+    def replay(self):
+        if DEVICE.capture is not None:
+            raise RuntimeError(f"{CAPTURING}: replaying a graph")
+        DEVICE.counts["replays"] += 1
+        for _, _, count in self.work:
+            DEVICE.counts["nodes" if count == "operators" else count] += 1
+        ready = [partial(poison, memory) for memory in self.reused]
+        ready += [partial(run, *prepare()) if prepare else run for run, prepare, _ in self.work]
+
+        def run_all():
+            for run in ready:
+                run()
+
+        DEVICE.current.push(run_all)
+
+    def reset(self):
+        self.work.clear()
+
+
+@contextlib.contextmanager
+def graph(cuda_graph, pool=None, stream=None, capture_error_mode="global"):
+    """torch.cuda.graph: captures on a stream of its own, after all else is done."""
+    DEVICE.synchronize()
+    with DEVICE.stream(stream or Stream()):
+        cuda_graph.capture_begin(pool, capture_error_mode)
+        try:
+            yield
+        except BaseException:
+            DEVICE.capture = None
+            raise
+        cuda_graph.capture_end()
+
+
+class Block:
+    """Memory of a tensor and all its views. When they are gone it is somebody else's, which NaN stands for."""
+
+    def __init__(self, memory):
+        self.device = DEVICE
+        self.memory = memory
+        self.stream = DEVICE.current
+        self.users = {}  # other streams that `record_stream` named
+        self.graph = DEVICE.capture if DEVICE.capture and DEVICE.current in DEVICE.capture.streams else None
+        self.used_elsewhere = False
+
+    def touch(self):
+        """Note who uses the memory: on its own stream, and in the graph it was made in, freeing it is safe."""
+        if DEVICE.capture is not None and DEVICE.current in DEVICE.capture.streams:
+            self.used_elsewhere |= DEVICE.capture is not self.graph
+        else:
+            self.used_elsewhere |= DEVICE.current is not self.stream
+
+    def __del__(self):
+        if self.device is not DEVICE:
+            return
+        if self.graph is not None:
+            self.graph.memory.free.append(self.memory)
+        elif self.used_elsewhere:
+            for stream in self.users:
+                self.stream.push((stream, stream.launched))
+            self.stream.push(partial(poison, self.memory))
+
+
+def poison(memory):
+    """Make memory of the CPU hold what nobody can have meant."""
+    if memory.is_floating_point() or memory.is_complex():
+        memory.fill_(float("nan"))
+    elif memory.dtype is not torch.bool:
+        memory.fill_(torch.iinfo(memory.dtype).max // 3)
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor on the emulated device: "cuda:0" for Python, "meta" for C++, so that autograd needs no CUDA build.
+
+    `memory` is its memory, a tensor on the CPU, which only the streams may touch; `block` says whose memory that is.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, memory, block=None):
+        form = {"strides": memory.stride(), "storage_offset": memory.storage_offset(), "dtype": memory.dtype}
+        tensor = torch.Tensor._make_wrapper_subclass(cls, memory.shape, **form, device=META)
+        tensor.memory = memory
+        tensor.block = block or Block(memory)
+        return tensor
+
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
+    is_meta = property(lambda self: False)
+    data = property(lambda self: self.detach(), lambda self, value: self.set_data(value))
+
+    def set_data(self, value):
+        """`tensor.data = value`: the same memory from now on."""
+        torch.Tensor.data.__set__(self, value)
+        self.memory, self.block = value.memory, value.block
+
+    def get_device(self):
+        return 0
+
+    def record_stream(self, stream):
+        self.block.users[stream] = None
+
+    def tolist(self):
+        return self.cpu().tolist()
+
+    def numpy(self, *args, **kwargs):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+
+    __array__ = numpy
+
+    def __deepcopy__(self, memo):
+        memo[id(self)] = copy = self.detach().clone().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copy._is_param = True
+        return copy
+
+    def __repr__(self):
+        return f"DeviceTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        return dispatch(operator, args, kwargs or {})
+
+
+def tensors_in(values):
+    """All tensors in arguments of an operator."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def replaced(values, function):
+    """Arguments of an operator with `function(tensor)` in the place of each tensor."""
+    if isinstance(values, torch.Tensor):
+        return function(values)
+    if isinstance(values, (list, tuple)):
+        return [replaced(value, function) for value in values]
+    return values
+
+
+def memory_of(tensor):
+    return tensor.memory if isinstance(tensor, DeviceTensor) else tensor
+
+
+def on_meta(tensor):
+    """A tensor of C++'s meta device of the same form."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def form(value):
+    """All that the form of an operator's results can depend on in an argument of it; hashable."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple([form(item) for item in value])
+    return type(value), value
+
+
+FORMS = {}
+
+
+def result_forms(operator, args, kwargs):
+    """Shape, strides and type of the tensors that an operator will return; it is not run."""
+    key = (operator, form(args), *[(name, form(value)) for name, value in kwargs.items()])
+    if key not in FORMS:
+        with torch._C._DisableTorchDispatch():
+            out = operator(*replaced(args, on_meta), **{k: replaced(v, on_meta) for k, v in kwargs.items()})
+        outputs = out if isinstance(out, (list, tuple)) else [out]
+        FORMS[key] = [(x.shape, x.stride(), x.dtype) for x in outputs], isinstance(out, (list, tuple))
+    return FORMS[key]
+
+
+@cache
+def traits(operator):
+    """Of an operator: what it does with memory, whether it draws random numbers, whether its result needs the host."""
+    schema = operator._schema
+    aliases = [returned.alias_info for returned in schema.returns]
+    if torch.Tag.inplace_view in operator.tags:
+        kind = "reshapes"
+    elif schema.is_mutable:
+        kind = "writes"
+    elif operator.overloadpacket in (aten._unsafe_view, aten._reshape_alias) or any(aliases):
+        kind = "view"
+    elif operator.overloadpacket in (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty):
+        kind = "allocates"
+    else:
+        kind = "computes"
+    random_numbers = torch.Tag.nondeterministic_seeded in operator.tags
+    needs_host = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operator.tags)
+    return kind, random_numbers, bool(needs_host) or operator.overloadpacket in (aten.equal, aten._local_scalar_dense)
+
+
+def dispatch(operator, args, kwargs):
+    """Do with an operator what a card would."""
+    packet = operator.overloadpacket
+    kind, random_numbers, needs_host = traits(operator)
+    if packet is aten.copy_:
+        return copy_(*args, **kwargs)
+    if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu":
+        return to_host(operator, args, kwargs)
+    if packet in (aten.index, aten.index_put, aten.index_put_):
+        target, indices, *rest = args
+        if isinstance(target, DeviceTensor):  # indices may be on the host
+            args = (target, [None if i is None else to_device(i) for i in indices], *rest)
+        needs_host = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+    if packet is aten.randperm and DEVICE.capture is not None:
+        raise RuntimeError(f"{CAPTURING}: randperm")
+
+    arguments = [*args, *kwargs.values()]
+    for tensor in tensors_in(arguments):
+        if isinstance(tensor, DeviceTensor):
+            tensor.block.touch()
+        elif tensor.dim() or tensor is args[0]:
+            raise RuntimeError(f"Expected all tensors to be on the same device, but {operator} got cuda:0 and cpu")
+    if needs_host:
+        DEVICE.wait([DEVICE.current], operator)
+        out = operator(*replaced(args, memory_of), **{k: replaced(v, memory_of) for k, v in kwargs.items()})
+        return replaced(out, DeviceTensor)
+    if kind == "reshapes":
+        tensor = args[0]
+        tensor.memory = tensor.memory.detach()  # what is queued keeps the form it was launched with
+        with torch._C._DisableTorchDispatch():
+            operator(tensor, *args[1:], **kwargs)
+            operator(tensor.memory, *args[1:], **kwargs)
+        return tensor
+    if kind == "view":
+        (base,) = [x for x in tensors_in(args) if isinstance(x, DeviceTensor)][:1]
+        return replaced(operator(*replaced(args, memory_of), **kwargs), lambda view: DeviceTensor(view, base.block))
+    return launch(operator, args, kwargs, kind, random_numbers)
+
+
+def launch(operator, args, kwargs, kind, random_numbers):
+    """Allocate what an operator returns, and queue the operator itself."""
+    if kind == "writes" and all(x.alias_info is not None for x in operator._schema.returns):
+        outputs, results = [], written(operator, args, kwargs)
+    else:
+        forms, several = result_forms(operator, args, kwargs)
+        outputs = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in forms]
+        for output in outputs:
+            poison(output)
+        tensors = [DeviceTensor(output) for output in outputs]
+        results = tensors if several else tensors[0]
+        if kind == "writes":
+            raise NotImplementedError(f"{operator} writes some of its results in place, and not others")
+    if kind == "allocates":
+        return results
+
+    on_host = {name: CPU if name == "device" and value is not None else value for name, value in kwargs.items()}
+    # a host's number is read now, as an argument of the kernel
+    args, on_host = replaced(args, frozen), {name: replaced(value, frozen) for name, value in on_host.items()}
+
+    def run(seed=None):
+        with seeded(seed) if seed is not None else contextlib.nullcontext():
+            out = operator(*args, **on_host)
+        if outputs:
+            for output, value in zip(outputs, out if isinstance(out, (list, tuple)) else [out], strict=True):
+                output.copy_(value)
+
+    DEVICE.launch(run, DEVICE.next_random if random_numbers else None)
+    return results
+
+
+def frozen(tensor):
+    return tensor.memory if isinstance(tensor, DeviceTensor) else tensor.clone()
+
+
+def written(operator, args, kwargs):
+    """The arguments that an operator returns after it has written to them."""
+    named = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
+    by_alias = {}
+    for argument in operator._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            by_alias[frozenset(argument.alias_info.before_set)] = named.get(argument.name)
+    results = [by_alias[frozenset(x.alias_info.before_set)] for x in operator._schema.returns]
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+@contextlib.contextmanager
+def seeded(seed):
+    """Let the CPU's generator stand for the device's."""
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+def is_pinned(tensor):
+    return tensor.untyped_storage().data_ptr() in DEVICE.pinned
+
+
+def pin(tensor):
+    DEVICE.pinned[tensor.untyped_storage().data_ptr()] = tensor
+    return tensor
+
+
+def copy_(target, source, non_blocking=False):
+    """target.copy_(source), on the device or from one side to the other."""
+    for tensor in (target, source):
+        if isinstance(tensor, DeviceTensor):
+            tensor.block.touch()
+    if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
+        DEVICE.launch(partial(target.memory.copy_, source.memory))
+    elif isinstance(target, DeviceTensor):
+        if not (non_blocking and is_pinned(source)):
+            if not non_blocking:
+                DEVICE.wait([DEVICE.current], "a copy from the host")
+            if DEVICE.capture is not None:
+                raise RuntimeError(f"{CAPTURING}: a copy from memory that is not pinned")
+            source = source.clone()
+        DEVICE.counts["h2d bytes"] += source.nbytes
+        DEVICE.launch(partial(target.memory.copy_, source), count="h2d")
+    else:
+        pinned = non_blocking and is_pinned(target)
+        if DEVICE.capture is not None and not pinned:
+            raise RuntimeError(f"{CAPTURING}: a copy to memory that is not pinned")
+        DEVICE.counts["d2h bytes"] += target.nbytes
+
+        def spoil():
+            if DEVICE.late:
+                with torch._C._DisableTorchDispatch():
+                    poison(target)
+            return ()
+
+        DEVICE.launch(partial(target.copy_, source.memory), spoil, count="d2h")
+        if not pinned:
+            DEVICE.wait([DEVICE.current], "a copy to the host")
+    return target
+
+
+def to_device(tensor, non_blocking=False, dtype=None):
+    """A tensor of the host, or what Python numbers became, on the device."""
+    if isinstance(tensor, DeviceTensor):
+        return tensor if dtype is None else tensor.to(dtype)
+    made = DeviceTensor(torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype))
+    if tensor.requires_grad:
+        raise NotImplementedError("a differentiable copy to the device")
+    return copy_(made, tensor, non_blocking)
+
+
+def to_host(operator, args, kwargs):
+    """An operator on tensors of the device with device="cpu": a copy, or a new tensor of the same shape."""
+    if operator.overloadpacket is not aten._to_copy:
+        return operator(*replaced(args, memory_of), **kwargs)
+    (source,) = args
+    dtype = kwargs.get("dtype") or source.dtype
+    target = torch.empty_like(source.memory, dtype=dtype)
+    if kwargs.get("non_blocking"):  # torch makes the copy in pinned memory
+        pin(target)
+    return copy_(target, source, kwargs.get("non_blocking", False))
+
+
+def is_cuda(device):
+    if isinstance(device, (str, torch.device)):
+        return torch.device(device).type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class Functions(TorchFunctionMode):
+    """Catches what names the device, or pinned memory."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        name = getattr(function, "__name__", "")
+        if kwargs.pop("pin_memory", False):
+            return pin(function(*args, **kwargs))
+        if name == "pin_memory":
+            return pin(args[0].clone())
+        if name == "is_pinned":
+            return is_pinned(args[0])
+        if name == "cuda" or (name == "to" and self.names_device(args[1:], kwargs)):
+            given = [x for x in (*args[1:], kwargs.get("dtype")) if isinstance(x, torch.dtype)]
+            moved = to_device(args[0], kwargs.get("non_blocking", False), *given)
+            return moved.clone() if moved is args[0] and kwargs.get("copy") else moved
+        if is_cuda(kwargs.get("device")):
+            if name in ("tensor", "as_tensor", "asarray"):
+                return to_device(function(*args, **kwargs | {"device": CPU}))
+            return function(*args, **kwargs | {"device": META})
+        return function(*args, **kwargs)
+
+    @staticmethod
+    def names_device(args, kwargs):
+        given = [*args, kwargs.get("device"), kwargs.get("other")]
+        return any(isinstance(x, DeviceTensor) or is_cuda(x) for x in given)
+
+
+class Operators(TorchDispatchMode):
+    """Catches operators that make tensors on the device out of nothing, inside of autograd's formulas too."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(isinstance(x, DeviceTensor) for x in tensors_in((*args, *kwargs.values()))):
+            return dispatch(operator, args, kwargs)
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != "meta":
+            return operator(*args, **kwargs)
+        if operator.overloadpacket is aten.randperm and DEVICE.capture is not None:
+            raise RuntimeError(f"{CAPTURING}: randperm")
+        kind, random_numbers, _ = traits(operator)
+        return launch(operator, args, kwargs, kind, random_numbers)
+
+
+def outside(function):
+    """`function` as it is without an emulated device, for what uses C++'s meta device itself."""
+
+    def call(*args, **kwargs):
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def emulated_cuda(late=True, seed=0):
+    """Within it there is a CUDA device, which it yields, a `Device`.
+
+    `late`: operators run when the host waits for them, not when they are launched. `seed` chooses the order in which
+    streams run that do not wait for each other.
+    """
+    global DEVICE
+    outer = DEVICE
+    DEVICE = device = Device(late, seed)
+    device.current = default = Stream()
+    stand_ins = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_name": lambda device=None: "emulated CUDA device",
+        "mem_get_info": lambda device=None: (2**34, 2**34),
+        "empty_cache": lambda: None,
+        "synchronize": device.synchronize,
+        "Stream": Stream,
+        "Event": Event,
+        "stream": device.stream,
+        "current_stream": device.current_stream,
+        "default_stream": lambda device=None: default,
+        "CUDAGraph": CUDAGraph,
+        "graph": graph,
+        "graph_pool_handle": Pool,
+        "is_current_stream_capturing": lambda: device.capture is not None and device.current in device.capture.streams,
+        "get_rng_state": device.get_rng_state,
+        "set_rng_state": device.set_rng_state,
+        "manual_seed": device.manual_seed,
+        "manual_seed_all": device.manual_seed,  # torch.manual_seed calls it
+        "set_sync_debug_mode": device.set_sync_debug_mode,
+    }
+    saved = {name: getattr(torch.cuda, name) for name in stand_ins}
+    export = torch.export.export
+    for name, stand_in in stand_ins.items():
+        setattr(torch.cuda, name, stand_in)
+    torch.export.export = outside(export)
+    try:
+        with Functions(), Operators():
+            yield device
+    finally:
+        DEVICE = outer
+        torch.export.export = export
+        for name, original in saved.items():
+            setattr(torch.cuda, name, original)
