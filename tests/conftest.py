@@ -1,6 +1,6 @@
 """Environments and helpers that the tests share."""
 
-import importlib
+import importlib.util
 import io
 import os
 
@@ -148,6 +148,16 @@ def cuda(request):
     else:
         with emulated_cuda() as device:
             yield device
+
+
+def load_copy(name, source, folder):
+    """The module of an edited copy of a script, written to `folder`."""
+    path = folder / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(f"edited_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def leaves(state, path=""):

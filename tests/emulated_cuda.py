@@ -212,6 +212,8 @@ class CUDAGraph:
     def capture_begin(self, pool=None, capture_error_mode="global"):
         if DEVICE.capture is not None:
             raise RuntimeError(f"{CAPTURING}: another capture")
+        if DEVICE.current is DEVICE.default:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         self.work.clear()
         self.memory = pool or Pool()
         self.reused = list(self.memory.free)
@@ -392,13 +394,11 @@ FORMS = {}
 
 
 def result_forms(operator, args, kwargs):
-    """Shape, strides and type of the tensors that an operator will return; it is not run."""
+    """What an operator will return: tensors on C++'s meta device, alone or several. The operator is not run."""
     key = (operator, form(args), *[(name, form(value)) for name, value in kwargs.items()])
     if key not in FORMS:
         with torch._C._DisableTorchDispatch():
-            out = operator(*replaced(args, on_meta), **{k: replaced(v, on_meta) for k, v in kwargs.items()})
-        outputs = out if isinstance(out, (list, tuple)) else [out]
-        FORMS[key] = [(x.shape, x.stride(), x.dtype) for x in outputs], isinstance(out, (list, tuple))
+            FORMS[key] = operator(*replaced(args, on_meta), **{k: replaced(v, on_meta) for k, v in kwargs.items()})
     return FORMS[key]
 
 
@@ -463,33 +463,34 @@ def dispatch(operator, args, kwargs):
 
 def launch(operator, args, kwargs, kind, random_numbers):
     """Allocate what an operator returns, and queue the operator itself."""
-    if kind == "writes" and all(x.alias_info is not None for x in operator._schema.returns):
-        outputs, results = [], written(operator, args, kwargs)
+    if kind == "writes":
+        results = written(operator, args, kwargs)
     else:
-        forms, several = result_forms(operator, args, kwargs)
-        outputs = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in forms]
-        for output in outputs:
-            poison(output)
-        tensors = [DeviceTensor(output) for output in outputs]
-        results = tensors if several else tensors[0]
-        if kind == "writes":
-            raise NotImplementedError(f"{operator} writes some of its results in place, and not others")
+        results = replaced(result_forms(operator, args, kwargs), allocate)
     if kind == "allocates":
         return results
 
     on_host = {name: CPU if name == "device" and value is not None else value for name, value in kwargs.items()}
     # a host's number is read now, as an argument of the kernel
     args, on_host = replaced(args, frozen), {name: replaced(value, frozen) for name, value in on_host.items()}
+    outputs = [] if kind == "writes" else [tensor.memory for tensor in tensors_in([results])]
 
     def run(seed=None):
         with seeded(seed) if seed is not None else contextlib.nullcontext():
-            out = operator(*args, **on_host)
+            computed = operator(*args, **on_host)
         if outputs:
-            for output, value in zip(outputs, out if isinstance(out, (list, tuple)) else [out], strict=True):
+            for output, value in zip(outputs, tensors_in([computed]), strict=True):
                 output.copy_(value)
 
     DEVICE.launch(run, DEVICE.next_random if random_numbers else None)
     return results
+
+
+def allocate(meta):
+    """A tensor of this form on the device, not initialised."""
+    memory = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
+    poison(memory)
+    return DeviceTensor(memory)
 
 
 def frozen(tensor):
@@ -503,6 +504,8 @@ def written(operator, args, kwargs):
     for argument in operator._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             by_alias[frozenset(argument.alias_info.before_set)] = named.get(argument.name)
+    if any(x.alias_info is None for x in operator._schema.returns):
+        raise NotImplementedError(f"{operator} writes some of its results in place, and not others")
     results = [by_alias[frozenset(x.alias_info.before_set)] for x in operator._schema.returns]
     return results[0] if len(results) == 1 else tuple(results) or None
 
@@ -566,8 +569,8 @@ def to_device(tensor, non_blocking=False, dtype=None):
     """A tensor of the host, or what Python numbers became, on the device."""
     if isinstance(tensor, DeviceTensor):
         return tensor if dtype is None else tensor.to(dtype)
-    made = DeviceTensor(torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype))
-    if tensor.requires_grad:
+    made = allocate(torch.empty_like(tensor, dtype=dtype))
+    if tensor.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("a differentiable copy to the device")
     return copy_(made, tensor, non_blocking)
 
@@ -654,7 +657,7 @@ def emulated_cuda(late=True, seed=0):
     global DEVICE
     outer = DEVICE
     DEVICE = device = Device(late, seed)
-    device.current = default = Stream()
+    device.current = device.default = Stream()
     stand_ins = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -668,7 +671,7 @@ def emulated_cuda(late=True, seed=0):
         "Event": Event,
         "stream": device.stream,
         "current_stream": device.current_stream,
-        "default_stream": lambda device=None: default,
+        "default_stream": lambda _=None: device.default,
         "CUDAGraph": CUDAGraph,
         "graph": graph,
         "graph_pool_handle": Pool,

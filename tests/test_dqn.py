@@ -7,7 +7,6 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from capture import record
 from conftest import (
     MODES,
     DiscreteCountdown,
@@ -431,32 +430,6 @@ def test_compiled_functions_have_one_graph_and_do_not_recompile():
             learner.update()
             learner.update_target()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize("num_envs", [1, 3, 16])
-def test_the_graphed_function_replays_bit_equal(num_envs):
-    """20 updates, with a varying number of new transitions, past the end of the ring buffer."""
-    eager, graphed = (make_learner(TURBO, num_envs=num_envs) for _ in range(2))
-    for learner in (eager, graphed):
-        torch.manual_seed(0)
-        learner.replay.rows.zero_()
-        fill(learner, num_envs)
-        learner.update()
-    tensors = [tensor for _, tensor in leaves(graphed.tensors())]
-    state = [*tensors, graphed.replay.rows, graphed.replay.stored, *graphed.scalars.kept.values()]
-    graphed.learn = record(graphed.learn, state)
-    for i in range(20):
-        for learner in (eager, graphed):
-            torch.manual_seed(i)
-            fill(learner, i % 4 * num_envs, seed=i)
-            learner.update()
-            if i % 6 == 0:
-                learner.update_target()
-        assert_same_state(graphed.tensors(), eager.tensors())
-        assert graphed.losses() == eager.losses()
-    assert torch.equal(eager.replay.rows, graphed.replay.rows)
-    assert int(eager.replay.stored) == 31 * num_envs
-    assert not torch.equal(eager.q_weights, make_learner(TURBO).q_weights)
 
 
 def test_cartpole_learns_and_evaluates(script, tmp_path, capsys):

@@ -1,18 +1,14 @@
 """The SAC learners: plain against turbo, bounds, values, capture, learning, CUDA."""
 
-from functools import partial
-
 import conftest
 import numpy as np
 import pytest
 import torch
-from capture import record
 from conftest import (
     MODES,
     advance,
     assert_close_in_norm,
     assert_learners_agree,
-    assert_same_state,
     clones,
     copy_networks,
     feed_same_batches,
@@ -22,7 +18,6 @@ from conftest import (
     make_learner,
     replay_in_order,
     scalars,
-    transitions,
 )
 
 PLAIN, TURBO = conftest.PLAIN["sac"], conftest.TURBO["sac"]
@@ -110,38 +105,6 @@ def test_values_bootstrap_through_truncation_but_not_termination(script, env_id,
     args = script.Args(env_id=env_id, run_dir=str(tmp_path), **kwargs, **sizes)
     script.train(args, on_log=lambda learner, losses, step: values.append(losses["qf1_values"]))
     assert values[-1] == pytest.approx(value, rel=0.1)
-
-
-@pytest.mark.parametrize("autotune", [True, False])
-@pytest.mark.parametrize(("num_envs", "policy_frequency", "target_frequency"), [(1, 2, 1), (3, 1, 2)])
-def test_every_graphed_function_replays_bit_equal(autotune, num_envs, policy_frequency, target_frequency):
-    """20 environment steps, past the end of the ring buffer, with `respond` and each `learn` recorded."""
-    kwargs = {"num_envs": num_envs, "policy_frequency": policy_frequency, "target_network_frequency": target_frequency}
-    eager, graphed = (make_learner(TURBO, autotune=autotune, buffer_size=20, **kwargs) for _ in range(2))
-    columns = np.random.default_rng(0)
-    start = transitions(eager, columns)
-    for learner in (eager, graphed):
-        learner.replay.rows.zero_()
-        learner.observe(**start)
-        for turns in learner.learn_on:
-            learner.learn_on[turns]()  # allocates what keeps the losses, as the warm-up before a capture does
-    for (_, tensor), (_, wanted) in zip(leaves(graphed.tensors()), leaves(eager.tensors()), strict=True):
-        tensor.copy_(wanted)
-    state = [tensor for _, tensor in leaves(graphed.tensors())]
-    state += [graphed.replay.rows, graphed.replay.stored, graphed.actions]
-    graphed.respond = record(graphed.respond, state)
-    graphed.learn_on = {turns: record(partial(TURBO.SAC.learn, graphed, *turns), state) for turns in graphed.learn_on}
-    for i in range(20):
-        row = transitions(eager, columns)
-        for learner in (eager, graphed):
-            torch.manual_seed(i)
-            learner.observe(**row)
-            learner.update()
-        assert np.array_equal(eager.next_actions(), graphed.next_actions())
-        assert_same_state(graphed.tensors(), eager.tensors())
-        assert graphed.losses() == eager.losses()
-    assert torch.equal(eager.replay.rows, graphed.replay.rows)
-    assert not torch.equal(eager.actor_weights, make_learner(TURBO).actor_weights)
 
 
 def test_sac_swings_up_the_pendulum(script, tmp_path):

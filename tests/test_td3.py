@@ -1,18 +1,14 @@
 """The TD3 learners: plain against turbo, exploration and smoothing, the delay, capture, learning, CUDA."""
 
-from functools import partial
-
 import conftest
 import numpy as np
 import pytest
 import torch
-from capture import record
 from conftest import (
     MODES,
     advance,
     assert_close_in_norm,
     assert_learners_agree,
-    assert_same_state,
     clones,
     copy_networks,
     feed_same_batches,
@@ -209,37 +205,6 @@ def test_a_resumed_learner_takes_the_learning_rate_it_is_given(script):
     else:
         rates = [optimizer.lr for optimizer in learner.optimizers.values()]
     assert rates == [1e-5, 1e-5]
-
-
-@pytest.mark.parametrize(("num_envs", "policy_frequency"), [(1, 2), (3, 1), (1, 3)])
-def test_every_graphed_function_replays_bit_equal(num_envs, policy_frequency):
-    """20 environment steps, past the end of the ring buffer, with `respond` and each `learn` recorded."""
-    kwargs = {"num_envs": num_envs, "policy_frequency": policy_frequency, "buffer_size": 20}
-    eager, graphed = (make_learner(TURBO, **kwargs) for _ in range(2))
-    columns = np.random.default_rng(0)
-    start = transitions(eager, columns)
-    for learner in (eager, graphed):
-        learner.replay.rows.zero_()
-        learner.observe(**start)
-        for learn in learner.learn_on.values():
-            learn()  # allocates what keeps the losses, as the warm-up before a capture does
-    for (_, tensor), (_, wanted) in zip(leaves(graphed.tensors()), leaves(eager.tensors()), strict=True):
-        tensor.copy_(wanted)
-    state = [tensor for _, tensor in leaves(graphed.tensors())]
-    state += [graphed.replay.rows, graphed.replay.stored, graphed.actions]
-    graphed.respond = record(graphed.respond, state)
-    graphed.learn_on = {turn: record(partial(TURBO.TD3.learn, graphed, turn), state) for turn in graphed.learn_on}
-    for i in range(20):
-        row = transitions(eager, columns)
-        for learner in (eager, graphed):
-            torch.manual_seed(i)
-            learner.observe(**row)
-            learner.update()
-        assert np.array_equal(eager.next_actions(), graphed.next_actions())
-        assert_same_state(graphed.tensors(), eager.tensors())
-        assert graphed.losses() == eager.losses()
-    assert torch.equal(eager.replay.rows, graphed.replay.rows)
-    assert not torch.equal(eager.actor_weights, make_learner(TURBO).actor_weights)
 
 
 def test_td3_swings_up_the_pendulum(script, tmp_path):

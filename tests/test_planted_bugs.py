@@ -1,0 +1,198 @@
+"""Bugs that only a CUDA device shows, planted in copies of the scripts: each is caught by the test that is named.
+
+doc/testing_cuda_graphs.md shows this table.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import test_dqn
+import test_ppo
+import test_replay
+from conftest import ALGORITHMS, load_copy
+from emulated_cuda import emulated_cuda
+from test_training_on_cuda import check_training
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "doc" / "testing_cuda_graphs.md").read_text()
+TRAINING = "test_training_is_the_same_in_all_modes_and_schedules"
+ACTIONS_ALONE = "test_the_host_waits_for_actions_alone"
+FRESH_NOISE = "test_replays_draw_fresh_noise"
+CONTINUES = "test_a_checkpoint_continues_in_captured_graphs"
+WEIGHTS_ALONE = "test_the_host_waits_for_weights_alone"
+NEWEST = "test_the_host_acts_with_the_newest_parameters"
+STEP_COUNT = (
+    "self.decay.mul_(self.betas)",
+    "self.t = getattr(self, 't', 0) + 1\n        self.decay.copy_(self.betas**self.t)",
+)
+CURSOR = (
+    "self.stored.add_(count)",
+    "self.total = getattr(self, 'total', 0) + len(rows)\n        self.stored.fill_(self.total)",
+)
+REBOUND_COUNT = ('self.stored.copy_(state["stored"])', 'self.stored = state["stored"].to(self.rows.device)')
+REBOUND_SCALARS = (
+    "torch.stack(list(scalars.values()), out=self.kept[names])",
+    "self.kept[names] = torch.stack(list(scalars.values()))",
+)
+WAIT_IN_LOOP = ("self.updates += 1", "self.updates += 1\n        self.losses()")
+HOST_NOISE = (
+    "torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)",
+    "torch.rand(self.args.batch_size, dtype=torch.float64).to(self.device)",
+)
+BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
+    ("sac", "no wait for the actions", "self.actions_ready.synchronize()", "pass", TRAINING),
+    (
+        "sac",
+        "event recorded before the copy that it stands for",
+        "self.host_actions.copy_(self.actions, non_blocking=True)\n        self.actions_ready.record()",
+        "self.actions_ready.record()\n        self.host_actions.copy_(self.actions, non_blocking=True)",
+        TRAINING,
+    ),
+    ("sac", "step count of Adam kept in Python", *STEP_COUNT, TRAINING),
+    ("sac", "cursor of the ring kept in Python", *CURSOR, TRAINING),
+    (
+        "sac",
+        "host read in a graph",
+        "next_q = self.critics(",
+        "float(next_actions.mean())\n            next_q = self.critics(",
+        TRAINING,
+    ),
+    (
+        "sac",
+        "branch on a tensor in a graph",
+        "if self.args.autotune:\n                _,",
+        "if alpha < 10:\n                _,",
+        TRAINING,
+    ),
+    ("sac", "a tensor left on the CPU", "args.alpha, device=device).log()", "args.alpha).log()", TRAINING),
+    (
+        "sac",
+        "target networks rebound instead of moved",
+        "self.target_weights.lerp_(",
+        "self.target_weights = self.target_weights.lerp(",
+        TRAINING,
+    ),
+    ("sac", "losses rebound instead of filled", *REBOUND_SCALARS, TRAINING),
+    ("sac", "rows drawn by the host", *HOST_NOISE, TRAINING),
+    (
+        "sac",
+        "noise drawn outside of the graph",
+        "self.respond = CudaGraphModule(self.respond, warmup=GRAPH_WARMUP)",
+        "graph = CudaGraphModule(self.store_and_act, warmup=GRAPH_WARMUP)\n"
+        "            self.respond = partial(graph, torch.randn_like(self.actions))",
+        TRAINING,
+    ),
+    (
+        "sac",
+        "noise drawn once",
+        "torch.randn_like(self.actions)",
+        "self.__dict__.setdefault('drawn', torch.randn_like(self.actions))",
+        FRESH_NOISE,
+    ),
+    ("sac", "loaded by rebinding after capture", *REBOUND_COUNT, CONTINUES),
+    ("sac", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
+    ("td3", "no wait for the actions", "self.actions_ready.synchronize()", "pass", TRAINING),
+    ("td3", "step count of Adam kept in Python", *STEP_COUNT, TRAINING),
+    ("td3", "cursor of the ring kept in Python", *CURSOR, TRAINING),
+    ("td3", "a schedule computed in Python", "self.args.tau)", "self.args.tau / (1 + self.updates))", TRAINING),
+    (
+        "td3",
+        "target actor rebound instead of moved",
+        "self.target_actor_weights.lerp_(",
+        "self.target_actor_weights = self.target_actor_weights.lerp(",
+        TRAINING,
+    ),
+    ("td3", "host read in a graph", "loss = -self", "float(actions.mean())\n        loss = -self", TRAINING),
+    ("td3", "rows drawn by the host", *HOST_NOISE, TRAINING),
+    ("td3", "loaded by rebinding after capture", *REBOUND_COUNT, CONTINUES),
+    ("td3", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
+    (
+        "ppo",
+        "learning rate kept in Python",
+        "self.learning_rate.fill_(learning_rate)",
+        "self.optimizers['agent'].lr = learning_rate",
+        TRAINING,
+    ),
+    (
+        "ppo",
+        "learning rate left on the CPU",
+        "torch.tensor(args.learning_rate, device=device)",
+        "torch.tensor(args.learning_rate)",
+        TRAINING,
+    ),
+    (
+        "ppo",
+        "a tensor left on the CPU",
+        "args.num_steps * self.num_envs, width, device=device)",
+        "args.num_steps * self.num_envs, width)",
+        TRAINING,
+    ),
+    ("ppo", "host read in a graph", '"approx_kl": (', '"approx_kl": float(ratio.mean()) * (', TRAINING),
+    ("ppo", "branch on a tensor in a graph", "scale = (", "if gradient.norm() > 0:\n            scale = (", TRAINING),
+    ("ppo", "step count of Adam kept in Python", *STEP_COUNT, TRAINING),
+    (
+        "ppo",
+        "rollout rebound instead of filled",
+        "self.rollout.copy_(self.host_rollout, non_blocking=True)",
+        "self.rollout = self.host_rollout.to(self.device, non_blocking=True)",
+        TRAINING,
+    ),
+    (
+        "ppo",
+        "order of minibatches drawn by the host",
+        "torch.rand(len(self.batch), device=self.device)",
+        "torch.rand(len(self.batch)).to(self.device)",
+        TRAINING,
+    ),
+    (
+        "ppo",
+        "order of minibatches by what capture forbids",
+        "torch.rand(len(self.batch), device=self.device).argsort()",
+        "torch.randperm(len(self.batch), device=self.device)",
+        TRAINING,
+    ),
+    (
+        "ppo",
+        "no wait for the weights to act with",
+        "self.host_weights.copy_(self.weights)",
+        "self.host_weights.copy_(self.weights, non_blocking=True)",
+        NEWEST,
+    ),
+    (
+        "ppo",
+        "loaded by rebinding after capture",
+        "fill(tensors, {name: state[name] for name in tensors})",
+        "self.weights = self.weights.clone()\n        fill(self.tensors(), {name: state[name] for name in tensors})",
+        CONTINUES,
+    ),
+]
+
+
+def catch(name, algorithm, script, folder, monkeypatch):
+    """Run the test of this name on `script`."""
+    if name == TRAINING:
+        return check_training(script, folder, runs=[(False, False), (True, True)])
+    with emulated_cuda():
+        if algorithm in ("sac", "td3"):
+            return getattr(test_replay, name)(script, "cudagraphs")
+        module = {"dqn": test_dqn, "ppo": test_ppo}[algorithm]
+        monkeypatch.setattr(module, "TURBO", script)
+        where = test_dqn.TestTheLoopOnCuda() if algorithm == "dqn" else module
+        return getattr(where, name)("cudagraphs")
+
+
+@pytest.mark.parametrize(("algorithm", "bug", "old", "new", "caught_by"), BUGS, ids=[f"{b[0]}, {b[1]}" for b in BUGS])
+def test_a_planted_bug_is_caught(algorithm, bug, old, new, caught_by, tmp_path, monkeypatch):
+    name = f"{ALGORITHMS[algorithm]}_torchcompile"
+    source = (ROOT / "leanrl" / f"{name}.py").read_text()
+    assert source.count(old) >= 1, f"the script has changed: {old}"
+    script = load_copy(name, source.replace(old, new), tmp_path)
+    with pytest.raises((AssertionError, RuntimeError, SystemExit)) as caught:
+        catch(caught_by, algorithm, script, tmp_path / "runs", monkeypatch)
+    print(f"\n{algorithm}, {bug}: {caught.type.__name__}: {str(caught.value).splitlines()[0][:100]}")
+
+
+def test_the_page_has_all_planted_bugs():
+    rows = re.findall(r"^\| (sac|td3|ppo|dqn) \| (.*?) \| `(\w+)` \|", PAGE, re.M)
+    assert sorted(rows) == sorted((algorithm, bug, caught_by) for algorithm, bug, _, _, caught_by in BUGS)

@@ -1,0 +1,60 @@
+"""`train` on the emulated CUDA device leaves the same, bit by bit, with and without graphs, at once and late."""
+
+import pytest
+import torch
+from conftest import TURBO, algorithm, assert_same_state, leaves
+from emulated_cuda import emulated_cuda
+
+REPLAY = {"env_id": "Pendulum-v1", "batch_size": 16, "buffer_size": 60, "learning_starts": 40, "total_timesteps": 90}
+EPSILON = {"exploration_fraction": 0.3, "learning_rate": 1e-2}  # soon greedy, and soon not always of the same action
+SIZES = {
+    "sac": REPLAY,
+    "td3": REPLAY,
+    "dqn": REPLAY | EPSILON | {"env_id": "CartPole-v1", "train_frequency": 5, "total_timesteps": 300},
+    "ppo": {"env_id": "Pendulum-v1", "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
+}
+OTHERS = {  # other settings take other ways through the code
+    "sac": {"num_envs": 3, "autotune": False, "policy_frequency": 1, "target_network_frequency": 2},
+    "td3": {"num_envs": 3, "updates_per_step": 2, "policy_frequency": 3},
+    "dqn": {"num_envs": 3, "train_frequency": 4, "target_network_frequency": 50, "tau": 0.5},
+    "ppo": {"num_envs": 2, "target_kl": 0.05, "ent_coef": 0.01, "clip_vloss": False},
+}
+SETTINGS = [(name, seed, {}) for name in TURBO for seed in (1, 2)] + [(name, 3, OTHERS[name]) for name in TURBO]
+
+
+def train(script, folder, late, cudagraphs, seed, settings):
+    """What a run leaves that is resumed half-way: logged losses and, by path, all that is in its checkpoints."""
+    kwargs = SIZES[algorithm(script)] | settings | {"seed": seed, "cudagraphs": cudagraphs, "run_dir": str(folder)}
+    script.LOG_INTERVAL = 7  # odd, so that each kind of update is logged
+    losses = []
+    state = {}
+    with emulated_cuda(late, seed):
+        for part in (1, 2):
+            args = script.Args(**kwargs | {"total_timesteps": part * kwargs["total_timesteps"]})
+            args.resume = state.get("folder")
+            script.train(args, on_log=lambda learner, values, step: losses.append((step, values)))
+            (path,) = set(folder.glob("*/checkpoint.pt")) - state.keys()
+            checkpoint = torch.load(path)
+            state |= {path: [checkpoint[name] for name in ("global_step", "episodes", "returns", "learner")]}
+            state["folder"] = str(path.parent)
+    del state["folder"]
+    return losses, [leaf for checkpoint in state.values() for leaf in leaves(checkpoint)]
+
+
+RUNS = [(cudagraphs, late) for cudagraphs in (False, True) for late in (False, True)]
+
+
+def check_training(script, folder, seed=1, settings=None, runs=RUNS):
+    """A run is the same with and without graphs, whether the device works at once or as late as it may."""
+    results = []
+    for cudagraphs, late in runs:
+        own = folder / f"{cudagraphs}-{late}"
+        results.append(train(script, own, late, cudagraphs, seed, settings or {}))
+    for losses, state in results[1:]:
+        assert len(losses) > 2 and losses == results[0][0]
+        assert_same_state(dict(state), dict(results[0][1]))
+
+
+@pytest.mark.parametrize(("name", "seed", "settings"), SETTINGS)
+def test_training_is_the_same_in_all_modes_and_schedules(name, seed, settings, tmp_path):
+    check_training(TURBO[name], tmp_path, seed, settings)
