@@ -44,16 +44,24 @@ class Device:
         self.sync_debug_mode = "default"
         self.counts = Counter()
 
-    def launch(self, run, prepare=None, count="operators"):
+    def launch(self, run, prepare=None, copied=None):
         """Queue `run` on the current stream, or record it in the graph that is being captured.
 
-        `prepare` is what the host does at each launch: it returns arguments for `run`.
+        `prepare` is what the host does at each launch: it returns arguments for `run`. `copied` is the direction and
+        the number of bytes of a copy.
         """
         if self.capture is not None and self.current in self.capture.streams:
-            self.capture.work.append((run, prepare, count))
+            self.capture.work.append((run, prepare, copied))
             return
-        self.counts[count] += 1
+        self.count("operators", copied)
         self.current.push(partial(run, *prepare()) if prepare else run)
+
+    def count(self, what, copied):
+        if copied is None:
+            self.counts[what] += 1
+        else:
+            direction, size = copied
+            self.counts.update({direction: 1, f"{direction} bytes": size})
 
     def wait(self, streams, operator=None):
         """The host waits until `streams` have done all that was launched on them so far."""
@@ -234,8 +242,8 @@ class CUDAGraph:
         if DEVICE.capture is not None:
             raise RuntimeError(f"{CAPTURING}: replaying a graph")
         DEVICE.counts["replays"] += 1
-        for _, _, count in self.work:
-            DEVICE.counts["nodes" if count == "operators" else count] += 1
+        for _, _, copied in self.work:
+            DEVICE.count("nodes", copied)
         ready = [partial(poison, memory) for memory in self.reused]
         ready += [partial(run, *prepare()) if prepare else run for run, prepare, _ in self.work]
 
@@ -545,13 +553,11 @@ def copy_(target, source, non_blocking=False):
             if DEVICE.capture is not None:
                 raise RuntimeError(f"{CAPTURING}: a copy from memory that is not pinned")
             source = source.clone()
-        DEVICE.counts["h2d bytes"] += source.nbytes
-        DEVICE.launch(partial(target.memory.copy_, source), count="h2d")
+        DEVICE.launch(partial(target.memory.copy_, source), copied=("h2d", source.nbytes))
     else:
         pinned = non_blocking and is_pinned(target)
         if DEVICE.capture is not None and not pinned:
             raise RuntimeError(f"{CAPTURING}: a copy to memory that is not pinned")
-        DEVICE.counts["d2h bytes"] += target.nbytes
 
         def spoil():
             if DEVICE.late:
@@ -559,7 +565,7 @@ def copy_(target, source, non_blocking=False):
                     poison(target)
             return ()
 
-        DEVICE.launch(partial(target.copy_, source.memory), spoil, count="d2h")
+        DEVICE.launch(partial(target.copy_, source.memory), spoil, copied=("d2h", target.nbytes))
         if not pinned:
             DEVICE.wait([DEVICE.current], "a copy to the host")
     return target
