@@ -91,8 +91,8 @@ def test_run_directory(script, tmp_path):
     args = script.Args(**small(script), total_timesteps=500, num_envs=2, run_dir=str(tmp_path))
     assert vars(args).items() <= config.items()
     assert {"versions", "device", "cores", "git_commit"} <= config.keys()
-    keys = "script env_id seed num_envs device compile cudagraphs global_step episodic_return episodes steady_sps"
-    assert set(f"{keys} warmup_seconds wall_seconds versions".split()) == report.keys()
+    keys = "script env_id seed num_envs device compile cudagraphs matmul_precision global_step episodic_return episodes"
+    assert set(f"{keys} steady_sps warmup_seconds wall_seconds versions".split()) == report.keys()
     events = EventAccumulator(str(folder)).Reload()
     returns, lengths = (scalars(folder, f"charts/episodic_{name}") for name in ("return", "length"))
     assert report["episodes"] == len(returns) == len(lengths) >= 2
@@ -103,6 +103,23 @@ def test_run_directory(script, tmp_path):
         assert returns == lengths and sum(lengths) <= 500
     assert "charts/SPS" in events.Tags()["scalars"]
     assert any(name.startswith("losses/") and "loss" in name[7:] for name in events.Tags()["scalars"])
+
+
+def test_threads_and_the_precision_of_matmuls(script, tmp_path, monkeypatch):
+    """By default what suits the algorithm, and full precision; a run that is resumed keeps its own."""
+    default = {"ppo": 1, "dqn": 1, "sac": 0, "td3": 0}[algorithm(script)]
+    assert (script.Args().threads, script.Args().matmul_precision) == (default, "highest")
+    before = torch.get_float32_matmul_precision()
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: chosen.append(threads))
+    try:
+        folder = train(script, tmp_path, threads=3, matmul_precision="high")
+        assert chosen == [3] and torch.get_float32_matmul_precision() == "high"
+        assert summary(folder)["matmul_precision"] == "high"
+        call_main(script, monkeypatch, "--resume", folder, "--total-timesteps", 250, "--threads", 0)
+        assert chosen == [3] and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def count_episodes(script, monkeypatch):
@@ -189,6 +206,7 @@ BAD_INPUTS = [
     {"checkpoint_interval": -5},
     {"measure_burnin": -1},
     {"eval_episodes": 0},
+    {"threads": -1},
     {"seed": -1},
     {"run_dir": "{tmp}/file/runs"},
     {"run_dir": "{tmp}/file/runs", "capture_video": True},
@@ -284,7 +302,7 @@ def test_no_updates_per_step_are_refused(algorithm, capsys):
 
 
 def test_words_that_are_no_arguments(turbo, tmp_path):
-    for words in ({"no_such_flag": 1}, {"seed": "one"}):
+    for words in ({"no_such_flag": 1}, {"seed": "one"}, {"matmul_precision": "low"}):
         process = start(turbo, **words, run_dir=tmp_path / "runs")
         _, errors = process.communicate()
         assert process.returncode == 2 and "Traceback" not in errors
