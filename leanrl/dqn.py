@@ -313,6 +313,15 @@ class DQN:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def final_observations(next_obs, infos):
+    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
+    if "_final_obs" in infos:
+        ended = infos["_final_obs"]
+        next_obs = next_obs.copy()
+        next_obs[ended] = np.stack(infos["final_obs"][ended])
+    return next_obs
+
+
 def epsilon(step, args):
     """Probability of a random action at environment step `step`: from start_e down to end_e, then constant."""
     progress = min(step / (args.exploration_fraction * args.total_timesteps), 1.0)
@@ -525,15 +534,6 @@ def require_spaces(args, envs, action_kind):
         refuse("env_id", args.env_id, f"choose an environment whose actions count from 0, not {actions}")
     if isinstance(actions, gym.spaces.Box) and not (len(actions.shape) == 1 and actions.is_bounded()):
         refuse("env_id", args.env_id, f"choose an environment whose actions are bounded vectors, not {actions}")
-
-
-def final_observations(next_obs, infos):
-    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
-    if "_final_obs" in infos:
-        ended = infos["_final_obs"]
-        next_obs = next_obs.copy()
-        next_obs[ended] = np.stack(infos["final_obs"][ended])
-    return next_obs
 
 
 def checkpoint_path(path):

@@ -5,9 +5,10 @@ The algorithm and its defaults are CleanRL's, as in the plain twin, dqn.py. What
 1. Parameters, and so gradients, are one flat vector (`Apply`): Adam is a few operations.
 2. Actions are computed on the host, by NumPy in a host copy of that vector (`on_host`), and only where they are greedy
    (`DQN.act`).
-3. Transitions are collected on the host and cross to the device's replay buffer once per update (`DQN.ship`).
-4. `--compile` makes one graph of storing, sampling, forward, backward and Adam (`DQN.store_and_update`).
-5. `--cudagraphs` replays that as one CUDA graph (`DQN.learn`), while the host goes on until it needs the new weights.
+3. Environments are stepped without gymnasium's vector environment, which can cost more than they do (`DirectEnvs`).
+4. Transitions are collected on the host and cross to the device's replay buffer once per update (`DQN.ship`).
+5. `--compile` makes one graph of storing, sampling, forward, backward and Adam (`DQN.store_and_update`).
+6. `--cudagraphs` replays that as one CUDA graph (`DQN.learn`), while the host goes on until it needs the new weights.
 
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile --cudagraphs
 """
@@ -679,6 +680,32 @@ class DQN:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class DirectEnvs(gym.vector.VectorWrapper):
+    """Steps the environments of a SyncVectorEnv itself, to the same numbers, without a cost that can exceed theirs."""
+
+    def step(self, actions):
+        """Step each environment, and reset those whose episode ends; `actions` are numpy, (num_envs, ...).
+
+        Returns what to act on next and what the actions led to, the same array unless an episode has ended, both
+        (num_envs, obs_dim); rewards, terminated, truncated, (num_envs,). All are the caller's to keep.
+        """
+        space = self.env.observation_space
+        last_obs = np.empty(space.shape, space.dtype)
+        rewards = np.empty(len(last_obs))
+        terminated = np.empty(len(last_obs), bool)
+        truncated = np.empty(len(last_obs), bool)
+        first_obs = {}
+        for i, env in enumerate(self.env.envs):
+            last_obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+            if terminated[i] or truncated[i]:
+                first_obs[i], _ = env.reset()
+        next_obs = last_obs
+        if first_obs:
+            next_obs = last_obs.copy()
+            next_obs[list(first_obs)] = list(first_obs.values())
+        return next_obs, last_obs, rewards, terminated, truncated
+
+
 def epsilon(step, args):
     """Probability of a random action at environment step `step`: from start_e down to end_e, then constant."""
     progress = min(step / (args.exploration_fraction * args.total_timesteps), 1.0)
@@ -696,7 +723,7 @@ def train(args, on_log=lambda learner, losses, step: None):
     checkpoint = load_resumed(args)
     step = checkpoint["global_step"]
     folder = run_folder(args)
-    envs = make_envs(args, args.num_envs, folder / "videos" if args.capture_video else None)
+    envs = DirectEnvs(make_envs(args, args.num_envs, folder / "videos" if args.capture_video else None))
     require_spaces(args, envs, gym.spaces.Discrete)
     require_memory(args, device, envs)
     obs, _ = envs.reset(seed=args.seed + step)
@@ -705,8 +732,7 @@ def train(args, on_log=lambda learner, losses, step: None):
     with Run(args, learner, envs, folder, checkpoint) as run:
         while step < args.total_timesteps and not run.stop:
             actions = learner.act(obs, epsilon(step, args))
-            next_obs, rewards, terminated, truncated, infos = envs.step(actions)
-            last_obs = final_observations(next_obs, infos)
+            next_obs, last_obs, rewards, terminated, truncated = envs.step(actions)
             learner.store(obs=obs, next_obs=last_obs, actions=actions, rewards=rewards, terminated=terminated)
             obs = next_obs
             step += args.num_envs
@@ -891,15 +917,6 @@ def require_spaces(args, envs, action_kind):
         refuse("env_id", args.env_id, f"choose an environment whose actions count from 0, not {actions}")
     if isinstance(actions, gym.spaces.Box) and not (len(actions.shape) == 1 and actions.is_bounded()):
         refuse("env_id", args.env_id, f"choose an environment whose actions are bounded vectors, not {actions}")
-
-
-def final_observations(next_obs, infos):
-    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
-    if "_final_obs" in infos:
-        ended = infos["_final_obs"]
-        next_obs = next_obs.copy()
-        next_obs[ended] = np.stack(infos["final_obs"][ended])
-    return next_obs
 
 
 def checkpoint_path(path):

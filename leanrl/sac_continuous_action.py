@@ -393,6 +393,15 @@ class SAC:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def final_observations(next_obs, infos):
+    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
+    if "_final_obs" in infos:
+        ended = infos["_final_obs"]
+        next_obs = next_obs.copy()
+        next_obs[ended] = np.stack(infos["final_obs"][ended])
+    return next_obs
+
+
 def train(args, on_log=lambda learner, losses, step: None):
     """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees each log."""
     device = prepare(args)
@@ -592,15 +601,6 @@ def require_spaces(args, envs, action_kind):
         refuse("env_id", args.env_id, f"choose an environment whose actions count from 0, not {actions}")
     if isinstance(actions, gym.spaces.Box) and not (len(actions.shape) == 1 and actions.is_bounded()):
         refuse("env_id", args.env_id, f"choose an environment whose actions are bounded vectors, not {actions}")
-
-
-def final_observations(next_obs, infos):
-    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
-    if "_final_obs" in infos:
-        ended = infos["_final_obs"]
-        next_obs = next_obs.copy()
-        next_obs[ended] = np.stack(infos["final_obs"][ended])
-    return next_obs
 
 
 def checkpoint_path(path):
