@@ -8,7 +8,8 @@ The algorithm and its defaults are CleanRL's, as in the plain twin, dqn.py. What
 3. Environments are stepped without gymnasium's vector environment, which can cost more than they do (`DirectEnvs`).
 4. Transitions are collected on the host and cross to the device's replay buffer once per update (`DQN.ship`).
 5. `--compile` makes one graph of storing, sampling, forward, backward and Adam (`DQN.store_and_update`).
-6. `--cudagraphs` replays that as one CUDA graph (`DQN.learn`), while the host goes on until it needs the new weights.
+6. `--cudagraphs` replays that as one CUDA graph (`DQN.learn`), while the host acts with the weights that it has
+   (`DQN.update`).
 
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile --cudagraphs
 """
@@ -529,13 +530,12 @@ class DQN:
         self.updates = 0
         self.warmup_updates = GRAPH_WARMUP
 
-        self.host_network = self.q.network  # on a CPU the same memory
-        self.host_weights = self.q_weights
-        if self.on_cuda:
-            self.host_network = copy.deepcopy(self.q.network).cpu()
-            self.host_weights = Apply(self.host_network).flatten(pin_memory=True)
-        self.host_values = on_host(self.host_network, self.obs_dim)
-        self.weights_ready = torch.cuda.Event() if self.on_cuda else HostEvent()
+        self.host_q = Apply(copy.deepcopy(self.q.network).cpu())
+        self.host_weights = self.host_q.flatten()  # which acting reads
+        self.host_values = on_host(self.host_q.network, self.obs_dim)
+        self.arriving_weights = torch.empty_like(self.host_weights, pin_memory=self.on_cuda)
+        self.arriving_weights.copy_(self.host_weights)
+        self.weights_arrived = torch.cuda.Event() if self.on_cuda else HostEvent()
 
         shapes = {"obs": (self.obs_dim,), "next_obs": (self.obs_dim,), "actions": (), "rewards": (), "terminated": ()}
         steps = min(math.ceil(args.train_frequency / self.num_envs), args.buffer_size // self.num_envs)
@@ -560,7 +560,6 @@ class DQN:
 
     def greedy(self, obs):
         """The actions of highest value for `obs`; both numpy, (num_envs, ...)."""
-        self.weights_ready.synchronize()
         return self.host_values(obs).argmax(-1)
 
     def act(self, obs, exploration):
@@ -622,11 +621,16 @@ class DQN:
         self.scalars.keep(**self.store_and_update(self.uniform()))
 
     def update(self):
-        """Launch one update; on CUDA it still runs when this returns."""
+        """Launch one update; on CUDA it still runs when this returns.
+
+        So the host acts with the weights of the update before, whose copy has had the time to arrive.
+        """
+        self.weights_arrived.synchronize()
+        self.host_weights.copy_(self.arriving_weights)
         self.ship()
         self.learn()
-        self.host_weights.copy_(self.q_weights, non_blocking=True)
-        self.weights_ready.record()
+        self.arriving_weights.copy_(self.q_weights, non_blocking=True)
+        self.weights_arrived.record()
         self.updates += 1
 
     def update_target(self):
@@ -650,6 +654,8 @@ class DQN:
             "networks": {
                 "q": self.q.state_dict(self.q_weights),
                 "target_q": self.q.state_dict(self.target_weights),
+                "acting_q": self.host_q.state_dict(self.host_weights),
+                "arriving_q": self.host_q.state_dict(self.arriving_weights),
             },
             "optimizers": {name: optimizer.tensors() for name, optimizer in self.optimizers.items()},
         }
@@ -659,14 +665,15 @@ class DQN:
         if self.filled:
             self.ship()
             self.store_inbox()
+        self.weights_arrived.synchronize()
         state = to_cpu(self.tensors()) | {"replay": self.replay.state_dict(), "updates": self.updates}
         return state | {"numpy_rng": self.rng.bit_generator.state} | rng_state(self.device)
 
     def load_state_dict(self, state):
         """Become the learner that `state` was taken from."""
+        self.weights_arrived.synchronize()
         tensors = self.tensors()
         fill(tensors, {name: state[name] for name in tensors})
-        self.host_network.load_state_dict(self.q.state_dict(self.q_weights))
         self.replay.load_state_dict(state["replay"])
         self.filled = 0
         self.updates = state["updates"]
