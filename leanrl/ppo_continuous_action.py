@@ -265,6 +265,7 @@ class Normalizer:
     def __init__(self, num_envs, obs_dim, gamma):
         self.gamma = gamma
         self.rows = np.zeros((num_envs, obs_dim + 1))  # observation and discounted return so far
+        self.returns = self.rows[:, -1]
         self.count = np.zeros(1)
         self.mean = np.zeros(obs_dim + 1)
         self.squares = np.zeros(obs_dim + 1)  # sum of squared differences from the mean
@@ -273,14 +274,14 @@ class Normalizer:
     def normalize(self, obs, rewards=0.0, ended=False):
         """Take in a step's observations, (num_envs, obs_dim), rewards, episode ends; returns the first two scaled."""
         self.rows[:, :-1] = obs
-        self.rows[:, -1] = self.gamma * self.rows[:, -1] + rewards
+        self.returns[:] = self.gamma * self.returns + rewards
         errors = self.rows - self.mean
         self.count += len(errors)
         self.mean += np.add.reduce(errors) / self.count
         centred = self.rows - self.mean
         self.squares += np.add.reduce(errors * centred)
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
-        self.rows[ended, -1] = 0
+        self.returns[ended] = 0
         centred[:, -1] = rewards
         scaled = (centred / self.std).clip(-10, 10).astype(np.float32)
         return scaled[:, :-1], scaled[:, -1]
