@@ -125,19 +125,20 @@ def spread(values, form):
 def table(summaries):
     """A Markdown table of `load`'s summaries: medians over seeds, ranges in parentheses."""
     lines = [
-        "| mode | steps/s | ratio to plain | warm-up, s | return |",
-        "|---|---|---|---|---|",
+        "| mode | matmuls | steps/s | ratio to plain | warm-up, s | return |",
+        "|---|---|---|---|---|---|",
     ]
     for mode in [*MODES, *(summaries.keys() & PEERS.keys())]:
         if mode not in summaries:
-            lines.append(f"| {mode} | not measured | | | |")
+            lines.append(f"| {mode} | | not measured | | | |")
             continue
         runs, plain = summaries[mode], summaries.get("plain", {})
         pairs = [(runs[seed]["steady_sps"], plain[seed]["steady_sps"]) for seed in runs.keys() & plain.keys()]
         ratios = [fast / base for fast, base in pairs if fast and base]  # a run too short to measure has none
+        matmuls = ", ".join(sorted({run["matmul_precision"] for run in runs.values()}))
         columns = [("steady_sps", "{:.1f}"), ("warmup_seconds", "{:.1f}"), ("episodic_return", "{:.0f}")]
         speed, warmup, episodic_return = (spread([r[name] for r in runs.values()], form) for name, form in columns)
-        lines.append(f"| {mode} | {speed} | {spread(ratios, '{:.2f}')} | {warmup} | {episodic_return} |")
+        lines.append(f"| {mode} | {matmuls} | {speed} | {spread(ratios, '{:.2f}')} | {warmup} | {episodic_return} |")
     return "\n".join(lines)
 
 

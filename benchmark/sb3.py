@@ -60,6 +60,7 @@ def main(args):
     clock = Clock(args.total_timesteps)
     model.learn(args.total_timesteps, callback=clock)
     report = {"script": "stable_baselines3.PPO", "env_id": args.env_id, "seed": args.seed, "num_envs": args.num_envs}
+    report |= {"matmul_precision": torch.get_float32_matmul_precision()}
     report |= {"device": str(model.device), "steady_sps": clock.turns.steps_per_second}
     report |= {"warmup_seconds": clock.warmup_seconds, "global_step": model.num_timesteps, "cores": os.cpu_count()}
     report |= {"episodic_return": float(np.mean([episode["r"] for episode in model.ep_info_buffer]))}

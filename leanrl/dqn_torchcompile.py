@@ -5,9 +5,11 @@ The algorithm and its defaults are CleanRL's, as in the plain twin, dqn.py. What
 1. Parameters, and so gradients, are one flat vector (`Apply`): Adam is a few operations.
 2. Actions are computed on the host, by NumPy in a host copy of that vector (`on_host`), and only where they are greedy
    (`DQN.act`).
-3. Transitions are collected on the host and cross to the device's replay buffer once per update (`DQN.ship`).
-4. `--compile` makes one graph of storing, sampling, forward, backward and Adam (`DQN.store_and_update`).
-5. `--cudagraphs` replays that as one CUDA graph (`DQN.learn`), while the host goes on until it needs the new weights.
+3. Environments are stepped without gymnasium's vector environment, which can cost more than they do (`DirectEnvs`).
+4. Transitions are collected on the host and cross to the device's replay buffer once per update (`DQN.ship`).
+5. `--compile` makes one graph of storing, sampling, forward, backward and Adam (`DQN.store_and_update`).
+6. `--cudagraphs` replays that as one CUDA graph (`DQN.learn`), while the host acts with the weights that it has
+   (`DQN.update`).
 
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile --cudagraphs
 """
@@ -25,6 +27,7 @@ import time
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
@@ -38,6 +41,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
+THREADS = 1  # small matrices: two threads are hardly faster than one, and on a busy machine much slower
 LOG_INTERVAL = 100  # vector steps between two logs of the losses
 GRAPH_WARMUP = 3  # the call that captures a CUDA graph; compilation is over by then
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # Adam's
@@ -71,6 +75,10 @@ class RunArgs:
     """wandb team"""
     cuda: bool = True
     """use a CUDA device if there is one"""
+    threads: int = THREADS
+    """threads for computing on the CPU (0: torch's choice)"""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """precision of float32 matmuls: high allows TF32, medium bfloat16"""
     torch_deterministic: bool = True
     """ask cuDNN for deterministic kernels"""
     measure_burnin: int = 100
@@ -130,6 +138,7 @@ LIMITS = {  # the numbers with which a run can work, from smallest to largest
     "seed": (0, 2**32 - 1),
     "checkpoint_interval": (0, 1e12),
     "eval_episodes": (1, 1e12),
+    "threads": (0, 1024),
     "measure_burnin": (0, 1e12),
     "total_timesteps": (1, 1e12),
     "num_envs": (1, 1e12),
@@ -521,13 +530,12 @@ class DQN:
         self.updates = 0
         self.warmup_updates = GRAPH_WARMUP
 
-        self.host_network = self.q.network  # on a CPU the same memory
-        self.host_weights = self.q_weights
-        if self.on_cuda:
-            self.host_network = copy.deepcopy(self.q.network).cpu()
-            self.host_weights = Apply(self.host_network).flatten(pin_memory=True)
-        self.host_values = on_host(self.host_network, self.obs_dim)
-        self.weights_ready = torch.cuda.Event() if self.on_cuda else HostEvent()
+        self.host_q = Apply(copy.deepcopy(self.q.network).cpu())
+        self.host_weights = self.host_q.flatten()  # which acting reads
+        self.host_values = on_host(self.host_q.network, self.obs_dim)
+        self.arriving_weights = torch.empty_like(self.host_weights, pin_memory=self.on_cuda)
+        self.arriving_weights.copy_(self.host_weights)
+        self.weights_arrived = torch.cuda.Event() if self.on_cuda else HostEvent()
 
         shapes = {"obs": (self.obs_dim,), "next_obs": (self.obs_dim,), "actions": (), "rewards": (), "terminated": ()}
         steps = min(math.ceil(args.train_frequency / self.num_envs), args.buffer_size // self.num_envs)
@@ -552,7 +560,6 @@ class DQN:
 
     def greedy(self, obs):
         """The actions of highest value for `obs`; both numpy, (num_envs, ...)."""
-        self.weights_ready.synchronize()
         return self.host_values(obs).argmax(-1)
 
     def act(self, obs, exploration):
@@ -614,11 +621,16 @@ class DQN:
         self.scalars.keep(**self.store_and_update(self.uniform()))
 
     def update(self):
-        """Launch one update; on CUDA it still runs when this returns."""
+        """Launch one update; on CUDA it still runs when this returns.
+
+        So the host acts with the weights of the update before, whose copy has had the time to arrive.
+        """
+        self.weights_arrived.synchronize()
+        self.host_weights.copy_(self.arriving_weights)
         self.ship()
         self.learn()
-        self.host_weights.copy_(self.q_weights, non_blocking=True)
-        self.weights_ready.record()
+        self.arriving_weights.copy_(self.q_weights, non_blocking=True)
+        self.weights_arrived.record()
         self.updates += 1
 
     def update_target(self):
@@ -642,6 +654,8 @@ class DQN:
             "networks": {
                 "q": self.q.state_dict(self.q_weights),
                 "target_q": self.q.state_dict(self.target_weights),
+                "acting_q": self.host_q.state_dict(self.host_weights),
+                "arriving_q": self.host_q.state_dict(self.arriving_weights),
             },
             "optimizers": {name: optimizer.tensors() for name, optimizer in self.optimizers.items()},
         }
@@ -651,14 +665,15 @@ class DQN:
         if self.filled:
             self.ship()
             self.store_inbox()
+        self.weights_arrived.synchronize()
         state = to_cpu(self.tensors()) | {"replay": self.replay.state_dict(), "updates": self.updates}
         return state | {"numpy_rng": self.rng.bit_generator.state} | rng_state(self.device)
 
     def load_state_dict(self, state):
         """Become the learner that `state` was taken from."""
+        self.weights_arrived.synchronize()
         tensors = self.tensors()
         fill(tensors, {name: state[name] for name in tensors})
-        self.host_network.load_state_dict(self.q.state_dict(self.q_weights))
         self.replay.load_state_dict(state["replay"])
         self.filled = 0
         self.updates = state["updates"]
@@ -670,6 +685,32 @@ class DQN:
 # ---------------------------------------------------------------------------------------------------------------------
 # Training and evaluation
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+class DirectEnvs(gym.vector.VectorWrapper):
+    """Steps the environments of a SyncVectorEnv itself, to the same numbers, without a cost that can exceed theirs."""
+
+    def step(self, actions):
+        """Step each environment, and reset those whose episode ends; `actions` are numpy, (num_envs, ...).
+
+        Returns what to act on next and what the actions led to, the same array unless an episode has ended, both
+        (num_envs, obs_dim); rewards, terminated, truncated, (num_envs,). All are the caller's to keep.
+        """
+        space = self.env.observation_space
+        last_obs = np.empty(space.shape, space.dtype)
+        rewards = np.empty(len(last_obs))
+        terminated = np.empty(len(last_obs), bool)
+        truncated = np.empty(len(last_obs), bool)
+        first_obs = {}
+        for i, env in enumerate(self.env.envs):
+            last_obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+            if terminated[i] or truncated[i]:
+                first_obs[i], _ = env.reset()
+        next_obs = last_obs
+        if first_obs:
+            next_obs = last_obs.copy()
+            next_obs[list(first_obs)] = list(first_obs.values())
+        return next_obs, last_obs, rewards, terminated, truncated
 
 
 def epsilon(step, args):
@@ -686,11 +727,10 @@ def turns(frequency, step, num_envs):
 def train(args, on_log=lambda learner, losses, step: None):
     """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees each log."""
     device = prepare(args)
-    torch.set_num_threads(1)  # on a CPU these matrices are too small to share
     checkpoint = load_resumed(args)
     step = checkpoint["global_step"]
     folder = run_folder(args)
-    envs = make_envs(args, args.num_envs, folder / "videos" if args.capture_video else None)
+    envs = DirectEnvs(make_envs(args, args.num_envs, folder / "videos" if args.capture_video else None))
     require_spaces(args, envs, gym.spaces.Discrete)
     require_memory(args, device, envs)
     obs, _ = envs.reset(seed=args.seed + step)
@@ -699,8 +739,7 @@ def train(args, on_log=lambda learner, losses, step: None):
     with Run(args, learner, envs, folder, checkpoint) as run:
         while step < args.total_timesteps and not run.stop:
             actions = learner.act(obs, epsilon(step, args))
-            next_obs, rewards, terminated, truncated, infos = envs.step(actions)
-            last_obs = final_observations(next_obs, infos)
+            next_obs, last_obs, rewards, terminated, truncated = envs.step(actions)
             learner.store(obs=obs, next_obs=last_obs, actions=actions, rewards=rewards, terminated=terminated)
             obs = next_obs
             step += args.num_envs
@@ -806,6 +845,9 @@ def prepare(args):
         require_wandb(args)
     logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
     return device
@@ -882,15 +924,6 @@ def require_spaces(args, envs, action_kind):
         refuse("env_id", args.env_id, f"choose an environment whose actions count from 0, not {actions}")
     if isinstance(actions, gym.spaces.Box) and not (len(actions.shape) == 1 and actions.is_bounded()):
         refuse("env_id", args.env_id, f"choose an environment whose actions are bounded vectors, not {actions}")
-
-
-def final_observations(next_obs, infos):
-    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
-    if "_final_obs" in infos:
-        ended = infos["_final_obs"]
-        next_obs = next_obs.copy()
-        next_obs[ended] = np.stack(infos["final_obs"][ended])
-    return next_obs
 
 
 def checkpoint_path(path):
@@ -1155,6 +1188,7 @@ class Run:
             "device": self.device_name,
             "compile": self.learner.compile,
             "cudagraphs": self.learner.cudagraphs,
+            "matmul_precision": self.args.matmul_precision,
             "global_step": self.step,
             "episodic_return": float(np.mean(self.last_returns)) if self.last_returns else None,
             "episodes": self.episodes,

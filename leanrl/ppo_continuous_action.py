@@ -33,6 +33,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
+THREADS = 1  # small matrices: two threads are hardly faster than one, and on a busy machine much slower
 
 
 @dataclass
@@ -63,6 +64,10 @@ class RunArgs:
     """wandb team"""
     cuda: bool = True
     """use a CUDA device if there is one"""
+    threads: int = THREADS
+    """threads for computing on the CPU (0: torch's choice)"""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """precision of float32 matmuls: high allows TF32, medium bfloat16"""
     torch_deterministic: bool = True
     """ask cuDNN for deterministic kernels"""
     measure_burnin: int = 100
@@ -124,6 +129,7 @@ LIMITS = {  # the numbers with which a run can work, from smallest to largest
     "seed": (0, 2**32 - 1),
     "checkpoint_interval": (0, 1e12),
     "eval_episodes": (1, 1e12),
+    "threads": (0, 1024),
     "measure_burnin": (0, 1e12),
     "total_timesteps": (1, 1e12),
     "num_envs": (1, 1e12),
@@ -259,6 +265,7 @@ class Normalizer:
     def __init__(self, num_envs, obs_dim, gamma):
         self.gamma = gamma
         self.rows = np.zeros((num_envs, obs_dim + 1))  # observation and discounted return so far
+        self.returns = self.rows[:, -1]
         self.count = np.zeros(1)
         self.mean = np.zeros(obs_dim + 1)
         self.squares = np.zeros(obs_dim + 1)  # sum of squared differences from the mean
@@ -267,14 +274,14 @@ class Normalizer:
     def normalize(self, obs, rewards=0.0, ended=False):
         """Take in a step's observations, (num_envs, obs_dim), rewards, episode ends; returns the first two scaled."""
         self.rows[:, :-1] = obs
-        self.rows[:, -1] = self.gamma * self.rows[:, -1] + rewards
+        self.returns[:] = self.gamma * self.returns + rewards
         errors = self.rows - self.mean
         self.count += len(errors)
         self.mean += np.add.reduce(errors) / self.count
         centred = self.rows - self.mean
         self.squares += np.add.reduce(errors * centred)
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
-        self.rows[ended, -1] = 0
+        self.returns[ended] = 0
         centred[:, -1] = rewards
         scaled = (centred / self.std).clip(-10, 10).astype(np.float32)
         return scaled[:, :-1], scaled[:, -1]
@@ -454,6 +461,15 @@ class PPO:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def final_observations(next_obs, infos):
+    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
+    if "_final_obs" in infos:
+        ended = infos["_final_obs"]
+        next_obs = next_obs.copy()
+        next_obs[ended] = np.stack(infos["final_obs"][ended])
+    return next_obs
+
+
 def check_batch(args):
     """Refuse what does not go together: sizes of batch and minibatches, and envpool with videos."""
     batch = args.num_envs * args.num_steps
@@ -589,6 +605,9 @@ def prepare(args):
         require_wandb(args)
     logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
     return device
@@ -665,15 +684,6 @@ def require_spaces(args, envs, action_kind):
         refuse("env_id", args.env_id, f"choose an environment whose actions count from 0, not {actions}")
     if isinstance(actions, gym.spaces.Box) and not (len(actions.shape) == 1 and actions.is_bounded()):
         refuse("env_id", args.env_id, f"choose an environment whose actions are bounded vectors, not {actions}")
-
-
-def final_observations(next_obs, infos):
-    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
-    if "_final_obs" in infos:
-        ended = infos["_final_obs"]
-        next_obs = next_obs.copy()
-        next_obs[ended] = np.stack(infos["final_obs"][ended])
-    return next_obs
 
 
 def checkpoint_path(path):
@@ -938,6 +948,7 @@ class Run:
             "device": self.device_name,
             "compile": self.learner.compile,
             "cudagraphs": self.learner.cudagraphs,
+            "matmul_precision": self.args.matmul_precision,
             "global_step": self.step,
             "episodic_return": float(np.mean(self.last_returns)) if self.last_returns else None,
             "episodes": self.episodes,

@@ -4,12 +4,13 @@ The algorithm and its defaults are CleanRL's, as in the plain twin, ppo_continuo
 
 1. Acting is a few NumPy calls on a host copy of the policy, without values and log-probabilities (`PPO.act`); they are
    made from the layers of `Agent.actor` (`on_host`).
-2. The rollout is one block of host memory, and one copy takes it to the device (`PPO.record`, `PPO.update`).
-3. Values, log-probabilities and advantages of a rollout are computed at once; generalised advantage estimation is
+2. Environments are stepped without gymnasium's vector environment, which can cost more than they do (`DirectEnvs`).
+3. The rollout is one block of host memory, and one copy takes it to the device (`PPO.record`, `PPO.update`).
+4. Values, log-probabilities and advantages of a rollout are computed at once; generalised advantage estimation is
    a linear recurrence, solved by doubling in log2(num_steps) rounds, not by a loop over steps (`make_batch`, `gae`).
-4. Parameters, and so gradients, are one flat vector (`Apply`): clipping and Adam are a few operations.
-5. `--compile` makes one graph of `update_minibatch`: forward, backward, clipping and Adam.
-6. `--cudagraphs` replays all epochs of an iteration as one CUDA graph, with --target-kl as one each (`PPO.iterate`).
+5. Parameters, and so gradients, are one flat vector (`Apply`): clipping and Adam are a few operations.
+6. `--compile` makes one graph of `update_minibatch`: forward, backward, clipping and Adam.
+7. `--cudagraphs` replays all epochs of an iteration as one CUDA graph, with --target-kl as one each (`PPO.iterate`).
 
     python leanrl/ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile --cudagraphs
 """
@@ -42,6 +43,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
+THREADS = 1  # small matrices: two threads are hardly faster than one, and on a busy machine much slower
 GRAPH_WARMUP = 3  # the call that captures a CUDA graph; compilation is over by then
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-5  # Adam's
 
@@ -74,6 +76,10 @@ class RunArgs:
     """wandb team"""
     cuda: bool = True
     """use a CUDA device if there is one"""
+    threads: int = THREADS
+    """threads for computing on the CPU (0: torch's choice)"""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """precision of float32 matmuls: high allows TF32, medium bfloat16"""
     torch_deterministic: bool = True
     """ask cuDNN for deterministic kernels"""
     measure_burnin: int = 100
@@ -143,6 +149,7 @@ LIMITS = {  # the numbers with which a run can work, from smallest to largest
     "seed": (0, 2**32 - 1),
     "checkpoint_interval": (0, 1e12),
     "eval_episodes": (1, 1e12),
+    "threads": (0, 1024),
     "measure_burnin": (0, 1e12),
     "total_timesteps": (1, 1e12),
     "num_envs": (1, 1e12),
@@ -278,6 +285,7 @@ class Normalizer:
     def __init__(self, num_envs, obs_dim, gamma):
         self.gamma = gamma
         self.rows = np.zeros((num_envs, obs_dim + 1))  # observation and discounted return so far
+        self.returns = self.rows[:, -1]
         self.count = np.zeros(1)
         self.mean = np.zeros(obs_dim + 1)
         self.squares = np.zeros(obs_dim + 1)  # sum of squared differences from the mean
@@ -286,14 +294,14 @@ class Normalizer:
     def normalize(self, obs, rewards=0.0, ended=False):
         """Take in a step's observations, (num_envs, obs_dim), rewards, episode ends; returns the first two scaled."""
         self.rows[:, :-1] = obs
-        self.rows[:, -1] = self.gamma * self.rows[:, -1] + rewards
+        self.returns[:] = self.gamma * self.returns + rewards
         errors = self.rows - self.mean
         self.count += len(errors)
         self.mean += np.add.reduce(errors) / self.count
         centred = self.rows - self.mean
         self.squares += np.add.reduce(errors * centred)
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
-        self.rows[ended, -1] = 0
+        self.returns[ended] = 0
         centred[:, -1] = rewards
         scaled = (centred / self.std).clip(-10, 10).astype(np.float32)
         return scaled[:, :-1], scaled[:, -1]
@@ -746,7 +754,7 @@ class PPO:
         return actions.clip(self.low, self.high)
 
     def record(self, t, next_obs, last_obs, rewards, terminated, ended):
-        """Store what step `t` led to; returns `next_obs` normalised. `last_obs` is from `final_observations`."""
+        """Store what step `t` led to; returns `next_obs` normalised. Both are those of `DirectEnvs.step`."""
         obs, rewards = self.normalizer.normalize(next_obs, rewards, ended)
         self.steps["next_obs"][t] = obs if last_obs is next_obs else self.normalizer.scale_obs(last_obs)
         self.steps["rewards"][t] = rewards
@@ -792,6 +800,40 @@ class PPO:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class DirectEnvs(gym.vector.VectorWrapper):
+    """Steps the environments of a SyncVectorEnv itself, to the same numbers, without a cost that can exceed theirs."""
+
+    def step(self, actions):
+        """Step each environment, and reset those whose episode ends; `actions` are numpy, (num_envs, ...).
+
+        Returns what to act on next and what the actions led to, the same array unless an episode has ended, both
+        (num_envs, obs_dim); rewards, terminated, truncated, (num_envs,). All are the caller's to keep.
+        """
+        space = self.env.observation_space
+        last_obs = np.empty(space.shape, space.dtype)
+        rewards = np.empty(len(last_obs))
+        terminated = np.empty(len(last_obs), bool)
+        truncated = np.empty(len(last_obs), bool)
+        first_obs = {}
+        for i, env in enumerate(self.env.envs):
+            last_obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+            if terminated[i] or truncated[i]:
+                first_obs[i], _ = env.reset()
+        next_obs = last_obs
+        if first_obs:
+            next_obs = last_obs.copy()
+            next_obs[list(first_obs)] = list(first_obs.values())
+        return next_obs, last_obs, rewards, terminated, truncated
+
+
+class DirectEnvPool(gym.vector.VectorWrapper):
+    """Steps an EnvPool as DirectEnvs steps its environments."""
+
+    def step(self, actions):
+        next_obs, rewards, terminated, truncated, infos = self.env.step(actions)
+        return next_obs, infos.get("final_obs", next_obs), rewards, terminated, truncated
+
+
 def check_batch(args):
     """Refuse what does not go together: sizes of batch and minibatches, and envpool with videos."""
     batch = args.num_envs * args.num_steps
@@ -809,9 +851,9 @@ def train(args, on_log=lambda learner, losses, step: None):
     step = checkpoint["global_step"]
     folder = run_folder(args)
     if args.env_backend == "envpool":
-        envs = EnvPool(args, args.seed + step)
+        envs = DirectEnvPool(EnvPool(args, args.seed + step))
     else:
-        envs = make_envs(args, args.num_envs, folder / "videos" if args.capture_video else None)
+        envs = DirectEnvs(make_envs(args, args.num_envs, folder / "videos" if args.capture_video else None))
     require_spaces(args, envs, gym.spaces.Box)
     obs, _ = envs.reset(seed=args.seed + step)
     learner = PPO(args, envs, device)
@@ -823,8 +865,7 @@ def train(args, on_log=lambda learner, losses, step: None):
             if args.anneal_lr:
                 learning_rate *= 1 - step / args.total_timesteps
             for t in range(args.num_steps):
-                next_obs, rewards, terminated, truncated, infos = envs.step(learner.act(t, obs))
-                last_obs = final_observations(next_obs, infos)
+                next_obs, last_obs, rewards, terminated, truncated = envs.step(learner.act(t, obs))
                 ended = terminated | truncated
                 obs = learner.record(t, next_obs, last_obs, rewards, terminated, ended)
                 step += args.num_envs
@@ -927,6 +968,9 @@ def prepare(args):
         require_wandb(args)
     logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
     return device
@@ -1003,15 +1047,6 @@ def require_spaces(args, envs, action_kind):
         refuse("env_id", args.env_id, f"choose an environment whose actions count from 0, not {actions}")
     if isinstance(actions, gym.spaces.Box) and not (len(actions.shape) == 1 and actions.is_bounded()):
         refuse("env_id", args.env_id, f"choose an environment whose actions are bounded vectors, not {actions}")
-
-
-def final_observations(next_obs, infos):
-    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
-    if "_final_obs" in infos:
-        ended = infos["_final_obs"]
-        next_obs = next_obs.copy()
-        next_obs[ended] = np.stack(infos["final_obs"][ended])
-    return next_obs
 
 
 def checkpoint_path(path):
@@ -1276,6 +1311,7 @@ class Run:
             "device": self.device_name,
             "compile": self.learner.compile,
             "cudagraphs": self.learner.cudagraphs,
+            "matmul_precision": self.args.matmul_precision,
             "global_step": self.step,
             "episodic_return": float(np.mean(self.last_returns)) if self.last_returns else None,
             "episodes": self.episodes,

@@ -24,6 +24,7 @@ import time
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
@@ -37,6 +38,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
+THREADS = 0
 LOG_INTERVAL = 100  # vector steps between two logs of the losses
 GRAPH_WARMUP = 3  # the call that captures a CUDA graph; compilation is over by then
 NUM_CRITICS = 2
@@ -73,6 +75,10 @@ class RunArgs:
     """wandb team"""
     cuda: bool = True
     """use a CUDA device if there is one"""
+    threads: int = THREADS
+    """threads for computing on the CPU (0: torch's choice)"""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """precision of float32 matmuls: high allows TF32, medium bfloat16"""
     torch_deterministic: bool = True
     """ask cuDNN for deterministic kernels"""
     measure_burnin: int = 100
@@ -134,6 +140,7 @@ LIMITS = {  # the numbers with which a run can work, from smallest to largest
     "seed": (0, 2**32 - 1),
     "checkpoint_interval": (0, 1e12),
     "eval_episodes": (1, 1e12),
+    "threads": (0, 1024),
     "measure_burnin": (0, 1e12),
     "total_timesteps": (1, 1e12),
     "num_envs": (1, 1e12),
@@ -659,13 +666,39 @@ class SAC:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+class DirectEnvs(gym.vector.VectorWrapper):
+    """Steps the environments of a SyncVectorEnv itself, to the same numbers, without a cost that can exceed theirs."""
+
+    def step(self, actions):
+        """Step each environment, and reset those whose episode ends; `actions` are numpy, (num_envs, ...).
+
+        Returns what to act on next and what the actions led to, the same array unless an episode has ended, both
+        (num_envs, obs_dim); rewards, terminated, truncated, (num_envs,). All are the caller's to keep.
+        """
+        space = self.env.observation_space
+        last_obs = np.empty(space.shape, space.dtype)
+        rewards = np.empty(len(last_obs))
+        terminated = np.empty(len(last_obs), bool)
+        truncated = np.empty(len(last_obs), bool)
+        first_obs = {}
+        for i, env in enumerate(self.env.envs):
+            last_obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+            if terminated[i] or truncated[i]:
+                first_obs[i], _ = env.reset()
+        next_obs = last_obs
+        if first_obs:
+            next_obs = last_obs.copy()
+            next_obs[list(first_obs)] = list(first_obs.values())
+        return next_obs, last_obs, rewards, terminated, truncated
+
+
 def train(args, on_log=lambda learner, losses, step: None):
     """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees each log."""
     device = prepare(args)
     checkpoint = load_resumed(args)
     step = checkpoint["global_step"]
     folder = run_folder(args)
-    envs = make_envs(args, args.num_envs, folder / "videos" if args.capture_video else None)
+    envs = DirectEnvs(make_envs(args, args.num_envs, folder / "videos" if args.capture_video else None))
     require_spaces(args, envs, gym.spaces.Box)
     require_memory(args, device, envs)
     envs.action_space.seed(args.seed + step)
@@ -677,10 +710,10 @@ def train(args, on_log=lambda learner, losses, step: None):
         while step < args.total_timesteps and not run.stop:
             if step < args.learning_starts:
                 actions = envs.action_space.sample()
-            next_obs, rewards, terminated, truncated, infos = envs.step(actions)  # while, on CUDA, the last update runs
+            next_obs, last_obs, rewards, terminated, truncated = envs.step(actions)  # while CUDA runs the last update
             learner.observe(
                 obs=obs,
-                next_obs=final_observations(next_obs, infos),
+                next_obs=last_obs,
                 actions=actions,
                 rewards=rewards,
                 terminated=terminated,
@@ -789,6 +822,9 @@ def prepare(args):
         require_wandb(args)
     logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
     return device
@@ -865,15 +901,6 @@ def require_spaces(args, envs, action_kind):
         refuse("env_id", args.env_id, f"choose an environment whose actions count from 0, not {actions}")
     if isinstance(actions, gym.spaces.Box) and not (len(actions.shape) == 1 and actions.is_bounded()):
         refuse("env_id", args.env_id, f"choose an environment whose actions are bounded vectors, not {actions}")
-
-
-def final_observations(next_obs, infos):
-    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
-    if "_final_obs" in infos:
-        ended = infos["_final_obs"]
-        next_obs = next_obs.copy()
-        next_obs[ended] = np.stack(infos["final_obs"][ended])
-    return next_obs
 
 
 def checkpoint_path(path):
@@ -1138,6 +1165,7 @@ class Run:
             "device": self.device_name,
             "compile": self.learner.compile,
             "cudagraphs": self.learner.cudagraphs,
+            "matmul_precision": self.args.matmul_precision,
             "global_step": self.step,
             "episodic_return": float(np.mean(self.last_returns)) if self.last_returns else None,
             "episodes": self.episodes,

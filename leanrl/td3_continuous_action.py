@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
@@ -31,6 +32,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 SCRIPT = Path(__file__).stem
+THREADS = 0
 LOG_INTERVAL = 100  # vector steps between two logs of the losses
 NUM_CRITICS = 2
 
@@ -63,6 +65,10 @@ class RunArgs:
     """wandb team"""
     cuda: bool = True
     """use a CUDA device if there is one"""
+    threads: int = THREADS
+    """threads for computing on the CPU (0: torch's choice)"""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """precision of float32 matmuls: high allows TF32, medium bfloat16"""
     torch_deterministic: bool = True
     """ask cuDNN for deterministic kernels"""
     measure_burnin: int = 100
@@ -112,6 +118,7 @@ LIMITS = {  # the numbers with which a run can work, from smallest to largest
     "seed": (0, 2**32 - 1),
     "checkpoint_interval": (0, 1e12),
     "eval_episodes": (1, 1e12),
+    "threads": (0, 1024),
     "measure_burnin": (0, 1e12),
     "total_timesteps": (1, 1e12),
     "num_envs": (1, 1e12),
@@ -355,6 +362,15 @@ class TD3:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def final_observations(next_obs, infos):
+    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
+    if "_final_obs" in infos:
+        ended = infos["_final_obs"]
+        next_obs = next_obs.copy()
+        next_obs[ended] = np.stack(infos["final_obs"][ended])
+    return next_obs
+
+
 def train(args, on_log=lambda learner, losses, step: None):
     """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees each log."""
     device = prepare(args)
@@ -475,6 +491,9 @@ def prepare(args):
         require_wandb(args)
     logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
     return device
@@ -551,15 +570,6 @@ def require_spaces(args, envs, action_kind):
         refuse("env_id", args.env_id, f"choose an environment whose actions count from 0, not {actions}")
     if isinstance(actions, gym.spaces.Box) and not (len(actions.shape) == 1 and actions.is_bounded()):
         refuse("env_id", args.env_id, f"choose an environment whose actions are bounded vectors, not {actions}")
-
-
-def final_observations(next_obs, infos):
-    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the true last one where an episode ended."""
-    if "_final_obs" in infos:
-        ended = infos["_final_obs"]
-        next_obs = next_obs.copy()
-        next_obs[ended] = np.stack(infos["final_obs"][ended])
-    return next_obs
 
 
 def checkpoint_path(path):
@@ -824,6 +834,7 @@ class Run:
             "device": self.device_name,
             "compile": self.learner.compile,
             "cudagraphs": self.learner.cudagraphs,
+            "matmul_precision": self.args.matmul_precision,
             "global_step": self.step,
             "episodic_return": float(np.mean(self.last_returns)) if self.last_returns else None,
             "episodes": self.episodes,

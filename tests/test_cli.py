@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PLAIN, TURBO, algorithm, equal, leaves, scalars
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from gymnasium.wrappers import RecordEpisodeStatistics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parent.parent
@@ -91,8 +91,8 @@ def test_run_directory(script, tmp_path):
     args = script.Args(**small(script), total_timesteps=500, num_envs=2, run_dir=str(tmp_path))
     assert vars(args).items() <= config.items()
     assert {"versions", "device", "cores", "git_commit"} <= config.keys()
-    keys = "script env_id seed num_envs device compile cudagraphs global_step episodic_return episodes steady_sps"
-    assert set(f"{keys} warmup_seconds wall_seconds versions".split()) == report.keys()
+    keys = "script env_id seed num_envs device compile cudagraphs matmul_precision global_step episodic_return episodes"
+    assert set(f"{keys} steady_sps warmup_seconds wall_seconds versions".split()) == report.keys()
     events = EventAccumulator(str(folder)).Reload()
     returns, lengths = (scalars(folder, f"charts/episodic_{name}") for name in ("return", "length"))
     assert report["episodes"] == len(returns) == len(lengths) >= 2
@@ -105,13 +105,34 @@ def test_run_directory(script, tmp_path):
     assert any(name.startswith("losses/") and "loss" in name[7:] for name in events.Tags()["scalars"])
 
 
+def test_threads_and_the_precision_of_matmuls(script, tmp_path, monkeypatch):
+    """By default what suits the algorithm, and full precision; a run that is resumed keeps its own."""
+    default = {"ppo": 1, "dqn": 1, "sac": 0, "td3": 0}[algorithm(script)]
+    assert (script.Args().threads, script.Args().matmul_precision) == (default, "highest")
+    before = torch.get_float32_matmul_precision()
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: chosen.append(threads))
+    try:
+        folder = train(script, tmp_path, threads=3, matmul_precision="high")
+        assert chosen == [3] and torch.get_float32_matmul_precision() == "high"
+        assert summary(folder)["matmul_precision"] == "high"
+        call_main(script, monkeypatch, "--resume", folder, "--total-timesteps", 250, "--threads", 0)
+        assert chosen == [3] and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def count_episodes(script, monkeypatch):
-    """From now on environments come with gymnasium's statistics; returns the list that receives them."""
+    """From now on environments come with gymnasium's statistics, which land, for each call, in the list returned."""
     counted, make_envs = [], script.make_envs
 
     def counting(*args):
-        counted.append(RecordEpisodeStatistics(make_envs(*args), buffer_length=1000))
-        return counted[-1]
+        envs = make_envs(*args)
+        envs.envs = [RecordEpisodeStatistics(env, buffer_length=1000) for env in envs.envs]
+        counted.append(envs.envs[0])
+        for env in envs.envs:  # in one order
+            env.return_queue, env.length_queue = counted[-1].return_queue, counted[-1].length_queue
+        return envs
 
     monkeypatch.setattr(script, "make_envs", counting)
     return counted
@@ -121,7 +142,7 @@ def test_episodes_are_counted_as_gymnasium_does(script, tmp_path, monkeypatch):
     counted = count_episodes(script, monkeypatch)
     folder = train(script, tmp_path, total_timesteps=1500, num_envs=3)
     returns, lengths = (scalars(folder, f"charts/episodic_{name}") for name in ("return", "length"))
-    assert summary(folder)["episodes"] == len(returns) == counted[0].episode_count >= 6
+    assert summary(folder)["episodes"] == len(returns) == len(counted[0].return_queue) >= 6
     assert returns == pytest.approx(list(counted[0].return_queue)) and lengths == list(counted[0].length_queue)
     assert summary(folder)["episodic_return"] == pytest.approx(np.mean(returns[-20:]))
 
@@ -189,6 +210,7 @@ BAD_INPUTS = [
     {"checkpoint_interval": -5},
     {"measure_burnin": -1},
     {"eval_episodes": 0},
+    {"threads": -1},
     {"seed": -1},
     {"run_dir": "{tmp}/file/runs"},
     {"run_dir": "{tmp}/file/runs", "capture_video": True},
@@ -284,7 +306,7 @@ def test_no_updates_per_step_are_refused(algorithm, capsys):
 
 
 def test_words_that_are_no_arguments(turbo, tmp_path):
-    for words in ({"no_such_flag": 1}, {"seed": "one"}):
+    for words in ({"no_such_flag": 1}, {"seed": "one"}, {"matmul_precision": "low"}):
         process = start(turbo, **words, run_dir=tmp_path / "runs")
         _, errors = process.communicate()
         assert process.returncode == 2 and "Traceback" not in errors

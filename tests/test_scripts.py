@@ -12,7 +12,7 @@ PARTS = ["Networks", "The learner", "Training and evaluation", "The shell: "]
 THIRD_PARTY = {"envpool", "gymnasium", "numpy", "tensordict", "torch", "tqdm", "tyro", "wandb"}
 CONTRACT = {"exp_name", "seed", "torch_deterministic", "cuda", "track", "wandb_project_name", "wandb_entity"}
 CONTRACT |= {"capture_video", "env_id", "total_timesteps", "num_envs", "run_dir", "checkpoint_interval", "resume"}
-CONTRACT |= {"measure_burnin", "evaluate", "export"}
+CONTRACT |= {"measure_burnin", "evaluate", "export", "threads", "matmul_precision"}
 
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 
