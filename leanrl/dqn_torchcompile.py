@@ -584,7 +584,6 @@ class DQN:
 
     def ship(self):
         """Send the transitions collected so far to the device's inbox, and, in its last row, their number."""
-        self.inbox_read.synchronize()  # an update may follow another at once
         self.host_rows[-1, 0] = self.filled
         self.inbox.copy_(self.host_inbox, non_blocking=True)
         self.filled = 0
@@ -652,10 +651,10 @@ class DQN:
         """All that learning changes, save the replay buffer: the tensors themselves."""
         return {
             "networks": {
-                "q": self.q.state_dict(self.q_weights),
-                "target_q": self.q.state_dict(self.target_weights),
                 "acting_q": self.host_q.state_dict(self.host_weights),
                 "arriving_q": self.host_q.state_dict(self.arriving_weights),
+                "q": self.q.state_dict(self.q_weights),
+                "target_q": self.q.state_dict(self.target_weights),
             },
             "optimizers": {name: optimizer.tensors() for name, optimizer in self.optimizers.items()},
         }

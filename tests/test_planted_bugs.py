@@ -12,7 +12,7 @@ import test_ppo
 import test_replay
 from conftest import ALGORITHMS, load_copy
 from emulated_cuda import emulated_cuda
-from test_training_on_cuda import check_training
+from test_training_on_cuda import OTHERS, check_training
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "doc" / "testing_cuda_graphs.md").read_text()
@@ -166,20 +166,71 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "self.weights = self.weights.clone()\n        fill(self.tensors(), {name: state[name] for name in tensors})",
         CONTINUES,
     ),
+    (
+        "dqn",
+        "no wait before the host's block is written again",
+        "self.inbox_read.synchronize()\n        rows",
+        "pass\n        rows",
+        TRAINING,
+    ),
+    (
+        "dqn",
+        "no wait for the weights to act with",
+        "self.weights_arrived.synchronize()\n        self.host_weights",
+        "self.host_weights",
+        TRAINING,
+    ),
+    (
+        "dqn",
+        "no wait before weights on their way are saved",
+        "self.weights_arrived.synchronize()\n        state = ",
+        "state = ",
+        TRAINING,
+    ),
+    (
+        "dqn",
+        "no wait before weights on their way are replaced",
+        "self.weights_arrived.synchronize()\n        tensors = ",
+        "tensors = ",
+        CONTINUES,
+    ),
+    (
+        "dqn",
+        "event recorded before the copy that it stands for",
+        "self.arriving_weights.copy_(self.q_weights, non_blocking=True)\n        self.weights_arrived.record()",
+        "self.weights_arrived.record()\n        self.arriving_weights.copy_(self.q_weights, non_blocking=True)",
+        TRAINING,
+    ),
+    ("dqn", "step count of Adam kept in Python", *STEP_COUNT, TRAINING),
+    ("dqn", "number of transitions read by the host", "self.inbox[-1, 0].long()", "int(self.inbox[-1, 0])", TRAINING),
+    ("dqn", "host read in a graph", "loss = (q", "float(q.detach().mean())\n        loss = (q", TRAINING),
+    ("dqn", "rows drawn by the host", *HOST_NOISE, TRAINING),
+    (
+        "dqn",
+        "target network rebound instead of moved",
+        "self.target_weights.lerp_(",
+        "self.target_weights = self.target_weights.lerp(",
+        TRAINING,
+    ),
+    ("dqn", "loaded by rebinding after capture", *REBOUND_COUNT, CONTINUES),
+    ("dqn", "a wait in the loop", *WAIT_IN_LOOP, WEIGHTS_ALONE),
 ]
 
 
 def catch(name, algorithm, script, folder, monkeypatch):
     """Run the test of this name on `script`."""
     if name == TRAINING:
-        return check_training(script, folder, runs=[(False, False), (True, True)])
+        settings = OTHERS["dqn"] if algorithm == "dqn" else None  # two updates in one step
+        return check_training(script, folder, settings=settings, runs=[(False, False), (True, True)])
     with emulated_cuda():
-        if algorithm in ("sac", "td3"):
-            return getattr(test_replay, name)(script, "cudagraphs")
-        module = {"dqn": test_dqn, "ppo": test_ppo}[algorithm]
-        monkeypatch.setattr(module, "TURBO", script)
-        where = test_dqn.TestTheLoopOnCuda() if algorithm == "dqn" else module
-        return getattr(where, name)("cudagraphs")
+        if algorithm == "ppo":
+            monkeypatch.setattr(test_ppo, "TURBO", script)
+            getattr(test_ppo, name)("cudagraphs")
+        elif algorithm == "dqn":
+            monkeypatch.setitem(test_dqn.CUDA, "script", script)
+            getattr(test_dqn.TestTheLoopOnCuda(), name)("cudagraphs")
+        else:
+            getattr(test_replay, name)(script, "cudagraphs")
 
 
 @pytest.mark.parametrize(("algorithm", "bug", "old", "new", "caught_by"), BUGS, ids=[f"{b[0]}, {b[1]}" for b in BUGS])

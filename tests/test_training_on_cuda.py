@@ -16,7 +16,7 @@ SIZES = {
 OTHERS = {  # other settings take other ways through the code
     "sac": {"num_envs": 3, "autotune": False, "policy_frequency": 1, "target_network_frequency": 2},
     "td3": {"num_envs": 3, "updates_per_step": 2, "policy_frequency": 3},
-    "dqn": {"num_envs": 3, "train_frequency": 4, "target_network_frequency": 50, "tau": 0.5},
+    "dqn": {"num_envs": 3, "train_frequency": 2, "target_network_frequency": 50, "tau": 0.5},
     "ppo": {"num_envs": 2, "target_kl": 0.05, "ent_coef": 0.01, "clip_vloss": False},
 }
 SETTINGS = [(name, seed, {}) for name in TURBO for seed in (1, 2)] + [(name, 3, OTHERS[name]) for name in TURBO]
@@ -25,6 +25,7 @@ SETTINGS = [(name, seed, {}) for name in TURBO for seed in (1, 2)] + [(name, 3, 
 def train(script, folder, late, cudagraphs, seed, settings):
     """What a run leaves that is resumed half-way: logged losses and, by path, all that is in its checkpoints."""
     kwargs = SIZES[algorithm(script)] | settings | {"seed": seed, "cudagraphs": cudagraphs, "run_dir": str(folder)}
+    kwargs["checkpoint_interval"] = 32
     script.LOG_INTERVAL = 7  # odd, so that each kind of update is logged
     losses = []
     state = {}
