@@ -474,8 +474,8 @@ def launch(operator, args, kwargs, kind, random_numbers):
         results = tensors if several else tensors[0]
         if kind == "writes":
             raise NotImplementedError(f"{operator} writes some of its results in place, and not others")
-    if kind == "allocates":
-        return results
+    if kind == "allocates" or (outputs and not any(output.numel() for output in outputs)):
+        return results  # nothing to compute, and so no kernel
 
     on_host = {name: CPU if name == "device" and value is not None else value for name, value in kwargs.items()}
     # a host's number is read now, as an argument of the kernel
@@ -567,7 +567,7 @@ def to_device(tensor, non_blocking=False, dtype=None):
     if isinstance(tensor, DeviceTensor):
         return tensor if dtype is None else tensor.to(dtype)
     made = DeviceTensor(torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype))
-    if tensor.requires_grad:
+    if tensor.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("a differentiable copy to the device")
     return copy_(made, tensor, non_blocking)
 
