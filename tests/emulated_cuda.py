@@ -113,9 +113,14 @@ class Stream:
         self.queue = deque()
         self.launched = 0
         self.done = 0
+        self.freed = []  # memory that the next operator's results may take
         DEVICE.streams.append(self)
 
     def push(self, work):
+        if not isinstance(work, tuple):
+            self.launched += len(self.freed)
+            self.queue.extend(partial(poison, memory) for memory in self.freed)
+            self.freed.clear()
         self.queue.append(work)
         self.launched += 1
         if not DEVICE.late:
@@ -287,7 +292,7 @@ class Block:
         elif self.used_elsewhere:
             for stream in self.users:
                 self.stream.push((stream, stream.launched))
-            self.stream.push(partial(poison, self.memory))
+            self.stream.freed.append(self.memory)
 
 
 def poison(memory):
