@@ -1,7 +1,7 @@
 """Count what an environment step and an update launch, copy and wait for: costs that no busy machine can hide.
 
     python benchmark/launches.py          # count, and print the table
-    python benchmark/launches.py --write  # also rewrite launches.json and the table in doc/speed.md
+    python benchmark/launches.py --write  # two minutes; also rewrite launches.json and the table in doc/speed.md
 
 What is counted is `train` itself, in steady state and with the scripts' defaults, save for a small replay buffer, an
 early start of learning and, for DQN, no random actions. Eager code and CUDA graphs run on the emulated CUDA device of
