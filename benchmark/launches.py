@@ -193,13 +193,15 @@ def number(count):
     return f"{count:,.1f}".removesuffix(".0").replace(",", " ")
 
 
-def cell(parts, *names):
-    """What an update costs + what a step costs; of two names, the second one is that of bytes."""
+def cell(parts, name, nbytes=None):
+    """What an update costs + what a step costs, with bytes where there are any; nothing if neither costs anything."""
     texts = []
     for part in ("update", "step"):
-        count, *nbytes = (parts[part].get(name, 0) for name in names)
-        texts.append(number(count) + (f" ({number(*nbytes)} B)" if nbytes and count else ""))
-    return " + ".join(texts)
+        text = number(parts[part].get(name, 0))
+        if nbytes in parts[part]:
+            text += f" ({number(parts[part][nbytes])} B)"
+        texts.append(text)
+    return " + ".join(texts) if any(name in parts[part] for part in ("update", "step")) else ""
 
 
 def microseconds(algo, parts, matmuls):
@@ -217,13 +219,11 @@ def microseconds(algo, parts, matmuls):
 def row(name, algo, mode, modes):
     """A line of the table: `modes` has the counts of a script by mode."""
     parts = modes[mode]
-    counted_with = modes["compile" if mode == "compile" else "eager"]  # a graph has the operators of eager code
-    copies = ["", ""] if mode == "compile" else [cell(parts, "h2d", "h2d bytes"), cell(parts, "d2h", "d2h bytes")]
-    cells = [cell(parts, "operators"), cell(parts, "kernels") if mode == "compile" else ""]
-    cells += [cell(parts, "replays"), cell(parts, "nodes")] if mode == "cudagraphs" else ["", ""]
-    cells += [cell(counted_with, "matmuls"), *copies, "" if mode == "compile" else cell(parts, "waits")]
-    estimate = microseconds(algo, parts, counted_with["update"]["matmuls"]) if mode != "eager" else ""
-    return f"| {name} | {mode} | {' | '.join(cells)} | {estimate} |"
+    matmuls = modes["eager"] if mode == "cudagraphs" else parts  # a graph replays what eager code launches
+    cells = [cell(parts, column) for column in ("operators", "kernels", "replays", "nodes")]
+    cells += [cell(matmuls, "matmuls"), cell(parts, "h2d", "h2d bytes"), cell(parts, "d2h", "d2h bytes")]
+    cells += [cell(parts, "waits"), microseconds(algo, parts, matmuls["update"]["matmuls"]) if mode != "eager" else ""]
+    return f"| {name} | {mode} | {' | '.join(cells)} |"
 
 
 def table(data):
