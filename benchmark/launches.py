@@ -6,7 +6,7 @@
 What is counted is `train` itself, in steady state and with the scripts' defaults, save for a small replay buffer, an
 early start of learning and, for DQN, no random actions. Eager code and CUDA graphs run on the emulated CUDA device of
 tests/emulated_cuda.py. Compiled code runs on the CPU: kernels are those that inductor makes for it, called from Python
-as on CUDA. There it fuses differently; the matmuls are the same.
+as on CUDA. There it fuses differently; the matmuls are much the same.
 
 "leanrl_2024" in launches.json is what the LeanRL of 2024 costs, and how that was counted; --write leaves it as it is.
 """
