@@ -121,9 +121,14 @@ class Stream:
         self.queue = deque()
         self.launched = 0
         self.done = 0
+        self.freed = []  # memory that the next operator's results may take
         DEVICE.streams.append(self)
 
     def push(self, work):
+        if not isinstance(work, tuple):
+            self.launched += len(self.freed)
+            self.queue.extend(partial(poison, memory) for memory in self.freed)
+            self.freed.clear()
         self.queue.append(work)
         self.launched += 1
         if not DEVICE.late:
@@ -297,7 +302,7 @@ class Block:
         elif self.used_elsewhere:
             for stream in self.users:
                 self.stream.push((stream, stream.launched))
-            self.stream.push(partial(poison, self.memory))
+            self.stream.freed.append(self.memory)
 
 
 def poison(memory):
@@ -475,8 +480,8 @@ def launch(operator, args, kwargs, kind, random_numbers):
         results = written(operator, args, kwargs)
     else:
         results = replaced(result_forms(operator, args, kwargs), allocate)
-    if kind == "allocates":
-        return results
+    if kind == "allocates" or (kind == "computes" and not any(x.numel() for x in tensors_in([results]))):
+        return results  # nothing to compute, and so no kernel
 
     on_host = {name: CPU if name == "device" and value is not None else value for name, value in kwargs.items()}
     # a host's number is read now, as an argument of the kernel
@@ -541,6 +546,8 @@ def pin(tensor):
 
 def copy_(target, source, non_blocking=False):
     """target.copy_(source), on the device or from one side to the other."""
+    if not isinstance(source, torch.Tensor):
+        return target.fill_(source)
     for tensor in (target, source):
         if isinstance(tensor, DeviceTensor):
             tensor.block.touch()

@@ -241,6 +241,7 @@ class TestStreams:
             if recorded:
                 x.record_stream(side)
             del x
+            ones(1)  # takes the memory that is free
             torch.cuda.synchronize()
             return y.item()
 
@@ -495,6 +496,7 @@ class TestTensors:
         assert torch.stack([ones(()), 2 * ones(())], out=out) is out
         torch._foreach_mul_([out, out], 2.0)
         assert out.tolist() == [4, 8]
+        assert out.copy_(0.5).tolist() == [0.5, 0.5]
         assert torch.arange(5.0, device="cuda")[torch.tensor([1, 3])].tolist() == [1, 3]
 
     def test_it_says_where_it_is(self, device):

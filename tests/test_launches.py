@@ -1,0 +1,41 @@
+"""The counts of benchmark/launches.json hold: what `train` launches, copies and waits for, in steady state.
+
+Where a change of the scripts is meant to change them: `python benchmark/launches.py --write`, and look at the diff.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmark"))
+import launches  # noqa: E402
+
+DATA = json.loads(launches.DATA.read_text())
+SLOW = [(f"{name}_continuous_action", "eager") for name in ("sac", "ppo")]  # held by the graphs, which replay the same
+COUNTED = [(algo, mode) for algo in launches.RUNS for mode in launches.MODES if (algo, mode) not in SLOW]
+
+
+@pytest.mark.parametrize("algo, mode", COUNTED)
+def test_counts_are_those_in_the_file(algo, mode):
+    if not torch.__version__.startswith(DATA["torch"]):
+        pytest.skip(f"counted with torch {DATA['torch']}")
+    counts = launches.count(algo, mode)
+    assert counts == DATA["scripts"][algo][mode], "if this is meant: python benchmark/launches.py --write"
+
+
+@pytest.mark.parametrize("algo", launches.RUNS)
+def test_graphs_hold_all_operators_and_change_no_copy_and_no_wait(algo):
+    eager, graphed = (DATA["scripts"][algo][mode] for mode in ("eager", "cudagraphs"))
+    for part, counts in graphed.items():
+        launched = counts.get("operators", 0) + counts.get("nodes", 0)
+        assert launched == eager[part].get("operators", 0), part
+        for name in ("calls per step", "h2d", "h2d bytes", "d2h", "d2h bytes", "waits"):
+            assert counts.get(name) == eager[part].get(name), (part, name)
+
+
+def test_page_has_the_table_of_the_file():
+    assert launches.with_table(launches.PAGE.read_text(), launches.table(DATA)) == launches.PAGE.read_text()
