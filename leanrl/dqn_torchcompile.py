@@ -78,7 +78,7 @@ class RunArgs:
     threads: int = THREADS
     """threads for computing on the CPU (0: torch's choice)"""
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """precision of float32 matmuls: high allows TF32, medium bfloat16"""
+    """precision of float32 matmuls: high allows TF32, in convolutions too, medium bfloat16"""
     torch_deterministic: bool = True
     """ask cuDNN for deterministic kernels"""
     measure_burnin: int = 100
@@ -757,19 +757,24 @@ def train(args, on_log=lambda learner, losses, step: None):
                 run.save()
 
 
+def evaluation_envs(args, video_dir=None):
+    """One environment in which to play whole episodes; `video_dir` receives mp4s."""
+    return make_envs(args, 1, video_dir)
+
+
 def evaluate(args):
     """Print mean and standard deviation of the return of a checkpoint's deterministic policy over whole episodes."""
     check_args(args)
     checkpoint = load_checkpoint("evaluate", args)
     require_structure("evaluate", args, checkpoint)
-    envs = make_envs(args, 1, run_folder(args) / "videos" if args.capture_video else None)
+    envs = evaluation_envs(args, run_folder(args) / "videos" if args.capture_video else None)
     policy = load_fitting("evaluate", args, make_policy, envs, checkpoint["learner"])
     obs, _ = envs.reset(seed=args.seed)
     returns = []
     total = 0.0
     while len(returns) < args.eval_episodes:
         with torch.no_grad():
-            actions = policy(torch.as_tensor(obs, dtype=torch.float32)).numpy()
+            actions = policy(policy_input(obs)).numpy()
         obs, rewards, terminated, truncated, _ = envs.step(actions)
         total += rewards[0]
         if terminated[0] or truncated[0]:
@@ -844,6 +849,7 @@ def prepare(args):
         require_wandb(args)
     logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -991,10 +997,20 @@ def set_rng_state(state, device):
         torch.cuda.set_rng_state(state["cuda_rng"], device)
 
 
+def policy_input(obs):
+    """Observations, numpy, (batch, ...), as policies take them: images in bytes, vectors in float32."""
+    return torch.as_tensor(obs, dtype=torch.uint8 if obs.ndim > 2 else torch.float32)
+
+
+def example_input(envs):
+    """Two observations, all zeros, as policies take them."""
+    return policy_input(np.zeros((2, *envs.single_observation_space.shape)))
+
+
 def export_policy(policy, envs, path):
-    """Write a policy as a torch.export program, (batch, obs_dim) to actions in the environment's units."""
-    obs = torch.zeros(2, envs.single_observation_space.shape[0])
-    program = torch.export.export(policy, (obs,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    """Write a policy as a torch.export program, (batch, ...) to actions in the environment's units."""
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(policy, (example_input(envs),), dynamic_shapes=({0: batch},))
     torch.export.save(program, path)
 
 
@@ -1002,7 +1018,7 @@ def export_checkpoint(args):
     """Write policy.pt2 beside the checkpoint in --export."""
     checkpoint = load_checkpoint("export", args)
     require_structure("export", args, checkpoint)
-    envs = make_envs(args, 1)
+    envs = evaluation_envs(args)
     path = checkpoint_path(args.export).with_name("policy.pt2")
     policy = load_fitting("export", args, make_policy, envs, checkpoint["learner"])
     export_policy(policy, envs, path)
@@ -1041,7 +1057,7 @@ class Run:
         self.warm_step = None
         self.steady = None  # step and time at which the speed measurement begins
         with torch.random.fork_rng(devices=[]), torch.no_grad():  # an edit that the policy lacks fails now
-            make_policy(envs, learner.state_dict())(torch.zeros(2, envs.single_observation_space.shape[0]))
+            make_policy(envs, learner.state_dict())(example_input(envs))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

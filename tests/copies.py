@@ -13,7 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SHELL = "\n# The shell: "
-OWN = {"EnvironmentArgs", "AlgorithmArgs", "Args", "Policy", "make_policy", "train", "SAC", "TD3", "PPO", "DQN"}
+OWN = {"EnvironmentArgs", "AlgorithmArgs", "Args", "Policy", "make_policy", "train", "evaluation_envs"}
+OWN |= {"SAC", "TD3", "PPO", "DQN"}
 
 
 def split(source):
