@@ -13,7 +13,8 @@ import torch
 from emulated_cuda import emulated_cuda
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")} | {"dqn": "dqn"}
+ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")}
+ALGORITHMS |= {"dqn": "dqn", "ppo_atari": "ppo_atari_envpool"}
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
 TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}
 split_columns = TURBO["sac"].split_columns  # the same text in all turbo scripts
@@ -116,20 +117,33 @@ gym.register("Image-v0", entry_point=PushAnything, kwargs={"space": image})
 
 SMALL = {"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64}
 SMALL_LEARNERS = {"sac": SMALL, "td3": SMALL, "dqn": {"batch_size": 32, "buffer_size": 64}}
-SMALL_LEARNERS["ppo"] = {"env_id": "Pendulum-v1", "num_envs": 2, "num_steps": 16, "num_minibatches": 4}
+SMALL_LEARNERS["ppo_atari"] = {"num_envs": 2, "num_steps": 16, "num_minibatches": 4}
+SMALL_LEARNERS["ppo"] = SMALL_LEARNERS["ppo_atari"] | {"env_id": "Pendulum-v1"}
 
 
 def algorithm(script):
-    """ "sac", "td3", "ppo" or "dqn"."""
-    return script.SCRIPT.split("_")[0]
+    """The name of a plain or turbo script in ALGORITHMS."""
+    names = {stem: name for name, stem in ALGORITHMS.items()}
+    return names[script.SCRIPT.removesuffix("_torchcompile")]
+
+
+def learner_class(script):
+    """SAC, TD3, PPO or DQN."""
+    return getattr(script, script.SCRIPT.split("_")[0].upper())
+
+
+def make_envs(script, args):
+    """The environments that `train` makes."""
+    if algorithm(script) == "ppo_atari":
+        return script.atari_envs(args, args.num_envs, args.seed)
+    return script.make_envs(args, args.num_envs)
 
 
 def make_learner(script, seed=1, device="cpu", **kwargs):
     """The learner of `script` for Args(**kwargs), by default small."""
     args = script.Args(**SMALL_LEARNERS[algorithm(script)] | kwargs)
     torch.manual_seed(seed)
-    learner = getattr(script, algorithm(script).upper())
-    return learner(args, script.make_envs(args, args.num_envs), torch.device(device))
+    return learner_class(script)(args, make_envs(script, args), torch.device(device))
 
 
 def pytest_generate_tests(metafunc):

@@ -1,0 +1,536 @@
+"""PPO for Atari: what a step of envpool means, what is learnt from it, plain against turbo, capture."""
+
+import functools
+import itertools
+import json
+
+import conftest
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    MODES,
+    assert_close_in_norm,
+    assert_learners_agree,
+    assert_same_state,
+    clones,
+    copy_networks,
+    learnt,
+    leaves,
+    make_learner,
+    saved,
+    scalars,
+)
+from test_ppo import fix_order, textbook_advantages
+
+PLAIN, TURBO = conftest.PLAIN["ppo_atari"], conftest.TURBO["ppo_atari"]
+SHAPE = (4, 84, 84)
+GAMES = ("..l...g....", "t..lg.x.ll.", "...........", "xtlg.......")
+MEANING = {  # of a step: terminated and truncated of the five that envpool returns, info["terminated"]
+    ".": (0, 0, 0),  # goes on
+    "l": (1, 0, 0),  # a life is lost
+    "g": (1, 0, 1),  # game over
+    "t": (0, 1, 0),  # time limit
+    "x": (0, 1, 1),  # game over in the last step that is allowed
+    "r": (0, 0, 0),  # starts an episode: the step behind each of those that end one
+}
+
+
+class ScriptedPool:
+    """What envpool's pool is to `AtariEnvs`: games go as `games` says, one string of MEANING's letters for each.
+
+    They are played over and over. Observations are random bytes. Rewards are the game's number plus 1 in each step that
+    the player has, and `reset_rewards` in those that start an episode.
+    """
+
+    def __init__(self, games=GAMES, seed=0, reset_rewards=0.0, num_actions=4):
+        self.games = [itertools.cycle(with_resets(game)) for game in games]
+        self.observation_space = gym.spaces.Box(0, 255, SHAPE, np.uint8)
+        self.action_space = gym.spaces.Discrete(num_actions)
+        self.generator = np.random.default_rng(seed)
+        self.rewards = np.arange(1, len(games) + 1)
+        self.reset_rewards = reset_rewards
+
+    def observe(self):
+        return self.generator.integers(0, 256, (len(self.games), *SHAPE), np.uint8)
+
+    def reset(self):
+        return self.observe(), {}
+
+    def step(self, actions):
+        assert actions.dtype == np.int32 and all(map(self.action_space.contains, actions))
+        letters = [next(game) for game in self.games]
+        terminated, truncated, game_over = np.array([MEANING[letter] for letter in letters]).T
+        raw = np.where(np.array(letters) == "r", self.reset_rewards, self.rewards).astype(np.float32)
+        infos = {"reward": raw, "terminated": game_over.astype(np.int32)}
+        return self.observe(), raw.clip(-1, 1), terminated.astype(bool), truncated.astype(bool), infos
+
+
+def with_resets(game):
+    """ "..l." to "..lr.": the steps that start an episode are put in."""
+    return "".join(letter if letter == "." else f"{letter}r" for letter in game)
+
+
+@pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
+def script(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def pools(monkeypatch):
+    """Learners that are made in a test play GAMES."""
+    for module in (PLAIN, TURBO):
+        script_games(module, monkeypatch)
+
+
+def script_games(module, monkeypatch, **scripted):
+    def make_pool(args, num_envs, seed, **settings):
+        games = itertools.islice(itertools.cycle(GAMES), num_envs)
+        return ScriptedPool(**{"games": list(games), "seed": seed} | scripted)
+
+    monkeypatch.setattr(module, "make_pool", make_pool)
+
+
+def make_envs(script, num_envs=4, seed=0):
+    return script.AtariEnvs(script.Args(), num_envs, seed)
+
+
+def roll_out(learners, envs, obs=None):
+    """Give all learners the same rollout, with the decisions of the first one; returns the last observations."""
+    obs = envs.reset()[0] if obs is None else obs
+    first = learners[0]
+    for t in range(first.args.num_steps):
+        actions = first.act(t, obs)
+        for learner in learners[1:]:
+            learner.act(t, obs)
+            decided = [first.storage[name][t] for name in TURBO.DECISIONS]
+            learner.decisions[t] = torch.stack(decided, -1)
+        obs, rewards, terminated, truncated, infos = envs.step(actions)
+        for learner in learners:
+            learner.record(t, rewards, terminated, truncated, infos["is_reset"])
+    return obs
+
+
+def columns_of(learner, last_obs):
+    """The columns of a rollout by name, each (num_steps, num_envs), advantages among them."""
+    if hasattr(learner, "storage"):
+        return learner.storage | {"advantages": learner.advantages(last_obs)}
+    learner.write(learner.args.num_steps, last_obs)
+    learner.outcomes.copy_(learner.host_outcomes)
+    learner.make_batch()
+    steps = (learner.args.num_steps, learner.num_envs)
+    columns = TURBO.split_columns(learner.outcomes, TURBO.OUTCOMES)
+    return columns | {n: c.view(steps) for n, c in TURBO.split_columns(learner.batch, TURBO.BATCH).items()}
+
+
+def values_of(learner, obs):
+    """V of obs, numpy, (batch, 4, 84, 84): (batch,)."""
+    obs = torch.from_numpy(obs).to(learner.device)
+    with torch.no_grad():
+        _, values = learner.agent(obs) if hasattr(learner, "storage") else learner.agent(learner.weights, obs)
+    return values.cpu().double().numpy()
+
+
+def test_a_step_says_what_the_learner_and_what_the_statistics_need(script):
+    """A life lost ends an episode and no game; a game over is terminal, even in the last step that is allowed."""
+    envs = make_envs(script)
+    envs.reset()
+    letters = [with_resets(game) for game in GAMES]
+    for t in range(11):
+        _, rewards, terminated, truncated, infos = envs.step(np.zeros(4, np.int64))
+        now = [game[t] for game in letters]
+        assert terminated.tolist() == [letter in "lgx" for letter in now]
+        assert truncated.tolist() == [letter == "t" for letter in now]
+        assert infos["game_ended"].tolist() == [letter in "gtx" for letter in now]
+        assert infos["is_reset"].tolist() == [letter == "r" for letter in now]
+        played = np.array([letter != "r" for letter in now], float)
+        assert rewards.tolist() == played.tolist()
+        assert infos["raw_rewards"].tolist() == (played * np.arange(1, 5)).tolist()
+
+
+def naive_advantages(learner, env, gamma, gae_lambda):
+    """Advantages of one environment's rollout in GAMES, by step: for each episode by itself, in float64."""
+    envs = make_envs(conftest.PLAIN["ppo_atari"])
+    obs = [envs.reset()[0]]
+    letters = with_resets(GAMES[env] * 2)
+    while len(obs) <= learner.args.num_steps:
+        obs.append(envs.step(np.zeros(4))[0])
+    values = values_of(learner, np.stack(obs)[:, env])
+    advantages = {}
+    episode = []
+    for t in range(learner.args.num_steps):
+        if letters[t] != "r":
+            episode.append(t)
+        if letters[t] in "lgxt" or t == learner.args.num_steps - 1:
+            final_value = 0.0 if letters[t] in "lgx" else values[t + 1]
+            following = [*values[[*episode[1:]]], final_value]
+            rewards = np.ones((len(episode), 1))
+            flags = np.zeros((2, len(episode), 1))
+            here = values[episode][:, None]
+            found = textbook_advantages(rewards, here, np.array(following)[:, None], *flags, gamma, gae_lambda)
+            advantages |= dict(zip(episode, found[:, 0], strict=True))
+            episode = []
+    return advantages
+
+
+def test_advantages_equal_those_of_each_episode_by_itself(script):
+    """Over lives lost, games over, time limits, and rollouts that end in the middle of an episode."""
+    learner = make_learner(script, num_envs=4, num_steps=17)
+    columns = columns_of(learner, roll_out([learner], make_envs(script)))
+    for env in range(4):
+        wanted = naive_advantages(learner, env, 0.99, 0.95)
+        learnt_from = columns["valid"][:, env].nonzero().flatten().tolist()
+        assert learnt_from == sorted(wanted)
+        got = columns["advantages"][learnt_from, env].numpy()
+        np.testing.assert_allclose(got, [wanted[t] for t in learnt_from], rtol=1e-4, atol=1e-5)
+
+
+def test_an_episode_that_ends_with_the_rollout_is_not_learnt_from_in_the_next(script):
+    """The step that starts an episode is the next rollout's first one."""
+    learner = make_learner(script, num_envs=4, num_steps=3)
+    envs = make_envs(script)
+    obs = roll_out([learner], envs)
+    first = columns_of(learner, obs)["valid"].clone()
+    second = columns_of(learner, roll_out([learner], envs, obs))["valid"]
+    letters = np.array([list(with_resets(game)[:6]) for game in GAMES]).T
+    assert letters[3, 0] == "r"
+    assert np.array_equal(np.concatenate((first, second)), letters != "r")
+
+
+def random_rows(learner, count, valid, seed=0):
+    """Arguments for `loss` of random transitions."""
+    torch.manual_seed(seed)
+    obs = torch.randint(0, 256, (count, *SHAPE), dtype=torch.uint8)
+    columns = {name: torch.randn(count) for name in TURBO.BATCH}
+    columns |= {"actions": torch.randint(4, (count,)).float(), "valid": torch.as_tensor(valid, dtype=torch.float32)}
+    columns["log_prob"] = columns["log_prob"] / 10 - 1.4
+    if hasattr(learner, "storage"):
+        return (columns | {"obs": obs},)
+    return (learner.weights, obs, columns)
+
+
+@pytest.mark.parametrize("norm_adv", [False, True])
+def test_the_loss_is_that_of_the_valid_rows_alone(script, norm_adv):
+    learner = make_learner(script, norm_adv=norm_adv)
+    valid = np.array([1, 0, 1, 1, 0, 1, 1, 0])
+    *first, columns = random_rows(learner, 8, valid)
+    kept = {name: column[valid == 1] for name, column in columns.items()}
+    some = [*first[:1], first[1][valid == 1]] if first else []
+    with torch.no_grad():
+        got, wanted = learner.loss(*first, columns), learner.loss(*some, kept)
+    torch.testing.assert_close(got[:3], wanted[:3])
+    if norm_adv:
+        used = kept["advantages"]
+        torch.testing.assert_close(script.masked_variance(columns["advantages"], columns["valid"]), used.var())
+
+
+def test_a_minibatch_without_a_valid_row_changes_nothing(script):
+    """At first: later Adam's first moments move the parameters, as in any minibatch."""
+    learner = make_learner(script)
+    before = clones(conftest.networks(learner))
+    obs = np.zeros((2, *SHAPE), np.uint8)
+    for t in range(16):
+        learner.act(t, obs)
+        learner.record(t, np.ones(2), np.zeros(2, bool), np.zeros(2, bool), np.ones(2, bool))
+    learner.update(1e-3, obs)
+    for name, tensor in leaves(conftest.networks(learner)):
+        assert torch.equal(tensor, before[name])
+    losses = learner.losses()
+    assert losses.pop("explained_variance") != 0 and set(losses.values()) == {0.0}
+
+
+def test_what_is_in_steps_that_start_an_episode_changes_nothing(script, monkeypatch):
+    """Their rewards and actions; their observations are the last ones of the episode before."""
+    results = []
+    for reset_rewards in (0.0, 1000.0):
+        script_games(script, monkeypatch, reset_rewards=reset_rewards)
+        learner = make_learner(script, num_envs=4)
+        envs = make_envs(script)
+        obs = envs.reset()[0]
+        for t in range(16):
+            actions = learner.act(t, obs)
+            reset_next = envs.ended
+            actions_of = learner.storage["actions"] if script is PLAIN else learner.decisions[..., 0]
+            actions_of[t][torch.from_numpy(reset_next)] = 0.0 if reset_rewards else 3.0
+            obs, rewards, terminated, truncated, infos = envs.step(actions)
+            learner.record(t, rewards, terminated, truncated, infos["is_reset"])
+        torch.manual_seed(0)
+        learner.update(1e-3, obs)
+        results.append(clones(conftest.networks(learner)))
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), name
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("kwargs", [{}, {"clip_vloss": False, "norm_adv": False}], ids=["default", "other losses"])
+def test_turbo_equals_plain(mode, kwargs, monkeypatch):
+    """From the same weights and rollouts, all agrees after one iteration (5 minibatches) and after ten (50).
+
+    With small steps: Adam's first ones have the full length also where a gradient is hardly more than its rounding.
+    """
+    kwargs = {"num_envs": 4, "num_steps": 10, "num_minibatches": 5, "update_epochs": 1} | kwargs
+    plain, turbo = make_learner(PLAIN, **kwargs), make_learner(TURBO, **kwargs, **MODES[mode])
+    copy_networks(plain, turbo)
+    fix_order(monkeypatch)
+    envs = make_envs(PLAIN)
+    obs = None
+    for iteration in range(10):
+        obs = roll_out([plain, turbo], envs, obs)
+        for learner in (plain, turbo):
+            learner.update(3e-5 * (1 - iteration / 10), obs)
+        if iteration in (0, 9):
+            assert_learners_agree(plain, turbo, {"agent": turbo.agent}, tolerance=3e-5 if iteration == 0 else 1e-4)
+
+
+def test_turbo_decides_as_plain_does():
+    """Log-probabilities and values of what it has chosen."""
+    plain, turbo = make_learner(PLAIN), make_learner(TURBO)
+    copy_networks(plain, turbo)
+    obs = make_envs(PLAIN, 2).reset()[0]
+    actions = torch.from_numpy(turbo.act(3, obs))
+    turbo.step.fill_(3)
+    actions = torch.from_numpy(turbo.act(3, obs))
+    with torch.no_grad():
+        logits, values = plain.agent(torch.from_numpy(obs))
+    log_prob = logits.log_softmax(-1)[torch.arange(2), actions]
+    torch.testing.assert_close(turbo.decisions[3], torch.stack((actions.float(), log_prob, values), -1))
+
+
+def test_actions_are_drawn_by_their_probabilities(script):
+    learner = make_learner(script, num_envs=200)
+    network = learner.agent if script is PLAIN else learner.agent.network
+    network.actor.weight.data.zero_()
+    network.actor.bias.data.copy_(torch.tensor([0.5, 0.3, 0.15, 0.05]).log())
+    obs = np.zeros((200, *SHAPE), np.uint8)
+    actions = np.concatenate([learner.act(t, obs) for t in range(10)])
+    np.testing.assert_allclose(np.bincount(actions, minlength=4) / 2000, [0.5, 0.3, 0.15, 0.05], atol=0.04)
+
+
+@pytest.mark.parametrize(("target_kl", "epochs"), [(None, 4), (1e9, 4), (1e-9, 1)])
+def test_target_kl_ends_the_epochs(script, target_kl, epochs):
+    learner = make_learner(script, target_kl=target_kl, update_epochs=4)
+    count = itertools.count()
+    update_minibatch = learner.update_minibatch
+
+    def counting(rows):
+        next(count)
+        return update_minibatch(rows)
+
+    learner.update_minibatch = counting
+    learner.update(1e-3, roll_out([learner], make_envs(script, 2)))
+    assert next(count) == epochs * 4
+
+
+def test_every_transition_is_drawn_once_an_epoch(script):
+    learner = make_learner(script, update_epochs=3)
+    update_minibatch, drawn = learner.update_minibatch, []
+
+    def watched(rows):
+        drawn.append(rows["log_prob"] if script is PLAIN else learner.batch[rows, 1])
+        return update_minibatch(rows)
+
+    learner.update_minibatch = watched
+    learner.update(1e-3, roll_out([learner], make_envs(script, 2)))
+    epochs = [torch.cat(drawn[i : i + 4]) for i in (0, 4, 8)]
+    assert {len(minibatch) for minibatch in drawn} == {8}
+    assert all(torch.equal(epoch.sort().values, epochs[0].sort().values) for epoch in epochs)
+    assert len(epochs[0].unique()) == 32 and not torch.equal(epochs[0], epochs[1])
+
+
+def test_a_restored_learner_continues_bit_by_bit(script):
+    def advance(learner, seed):
+        envs = make_envs(script, 2, seed)
+        obs = None
+        for _ in range(3):
+            obs = roll_out([learner], envs, obs)
+            learner.update(1e-3, obs)
+
+    learner = make_learner(script)
+    advance(learner, seed=0)
+    state = saved(learner)
+    advance(learner, seed=1)
+    restored = make_learner(script, seed=2)
+    restored.load_state_dict(state)
+    advance(restored, seed=1)
+    assert_same_state(restored.state_dict(), learner.state_dict())
+
+
+def test_compiled_functions_have_one_graph_and_do_not_recompile():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    learner = make_learner(TURBO, compile=True)
+    envs = make_envs(TURBO, 2)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(3):
+            learner.update(1e-3 / (i + 1), roll_out([learner], envs))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "acting, update"
+
+
+def test_games_are_counted_whole_with_their_own_rewards(script, tmp_path):
+    """Not lives, and not clipped. The third one never ends."""
+    sizes = {"num_envs": 4, "num_steps": 16, "num_minibatches": 4, "update_epochs": 1, "total_timesteps": 4 * 32}
+    script.train(script.Args(run_dir=str(tmp_path), **sizes))
+    wanted = []
+    for number, game in enumerate(GAMES, start=1):
+        returns = begin = 0
+        for t, letter in enumerate(with_resets(game * 4)[:32]):
+            returns += number * (letter != "r")
+            if letter in "gtx":
+                wanted.append((t, number, returns, t + 1 - begin))
+                returns, begin = 0, t + 1
+    wanted.sort()
+    (folder,) = tmp_path.iterdir()
+    assert scalars(folder, "charts/episodic_return") == [returns for _, _, returns, _ in wanted]
+    assert scalars(folder, "charts/episodic_length") == [length for *_, length in wanted]
+
+
+@pytest.fixture
+def envpool(monkeypatch):
+    """The real thing."""
+    monkeypatch.undo()
+
+
+def short_games(script, monkeypatch, steps):
+    """From now on games end after so many steps."""
+    monkeypatch.setattr(script, "make_pool", functools.partial(script.make_pool, max_episode_steps=steps))
+
+
+@pytest.mark.usefixtures("envpool")
+class TestEnvpool:
+    """Breakout itself."""
+
+    def test_lives_games_and_time_limits(self, script, monkeypatch):
+        short_games(script, monkeypatch, 60)
+        envs = script.AtariEnvs(script.Args(), 4, 1)
+        obs, _ = envs.reset()
+        assert obs.dtype == np.uint8 and obs.shape == (4, *SHAPE)
+        generator = np.random.default_rng(0)
+        ends = np.zeros(3, int)
+        ended = np.zeros(4, bool)
+        for _ in range(400):
+            _, rewards, terminated, truncated, infos = envs.step(generator.integers(0, 4, 4))
+            assert (infos["is_reset"] == ended).all()
+            assert not (rewards[ended].any() or infos["raw_rewards"][ended].any())
+            ended = terminated | truncated
+            assert not (ended & infos["is_reset"]).any() and not (terminated & truncated).any()
+            assert (infos["game_ended"] <= ended).all()
+            ends += (terminated.sum(), truncated.sum(), infos["game_ended"].sum())
+        assert (ends[:2] > 5).all() and ends[2] == ends[1]  # nobody loses five lives in 60 steps
+
+    def test_games_are_seeded(self, script):
+        def frames(seed):
+            envs = script.AtariEnvs(script.Args(), 2, seed)
+            envs.reset()
+            return np.stack([envs.step(np.full(2, t % 4))[0] for t in range(60)])
+
+        assert np.array_equal(frames(2**31 + 3), frames(3)) and not np.array_equal(frames(3), frames(4))
+
+    @pytest.mark.parametrize("name", ["Brakeout-v5", "HalfCheetah-v5", "Pendulum-v1"])
+    def test_an_unknown_game_is_refused_with_the_nearest_names(self, script, name, tmp_path, capsys):
+        with pytest.raises(SystemExit) as error:
+            script.train(script.Args(env_id=name, run_dir=str(tmp_path / "runs")))
+        (line,) = capsys.readouterr().err.splitlines()
+        assert error.value.code == 2 and line.startswith(f"error: --env-id {name}: name a game that envpool has, ")
+        assert name != "Brakeout-v5" or "Breakout-v5" in line
+        assert not (tmp_path / "runs").exists()
+
+    def test_evaluation_and_export_agree(self, script, tmp_path, capsys, monkeypatch):
+        """Whole games with their own rewards are played, and policy.pt2 acts as the policy of the checkpoint."""
+        sizes = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 64, "run_dir": str(tmp_path)}
+        script.train(script.Args(**sizes))
+        folder = next(tmp_path.iterdir())
+        short_games(script, monkeypatch, 100)
+        envs, made = script.AtariEnvs, []
+        monkeypatch.setattr(script, "AtariEnvs", lambda *args, **kwargs: made.append(envs(*args, **kwargs)) or made[-1])
+        script.evaluate(script.Args(evaluate=str(folder), eval_episodes=1))
+        assert "1 episodes: mean return" in capsys.readouterr().out
+        config = made[0].pool.config
+        assert not config["episodic_life"] and not config["reward_clip"]
+        state = torch.load(folder / "checkpoint.pt", weights_only=True)["learner"]
+        policy = script.make_policy(made[0], state)
+        exported = torch.export.load(folder / "policy.pt2").module()
+        for batch in (1, 7):
+            obs = torch.randint(0, 256, (batch, *SHAPE), dtype=torch.uint8)
+            actions = exported(obs)
+            assert actions.shape == (batch,) and torch.equal(actions, policy(obs))
+
+    def test_videos_show_the_screen(self, script, tmp_path):
+        sizes = {"num_envs": 2, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1, "total_timesteps": 100}
+        script.train(script.Args(capture_video=True, run_dir=str(tmp_path), **sizes))
+        (folder,) = tmp_path.iterdir()
+        assert [video.suffix for video in (folder / "videos").iterdir()][:1] == [".mp4"]
+
+
+def train_on_cuda(iterations, target_kl=None, **mode):
+    """A learner on CUDA after some iterations."""
+    learner = make_learner(
+        TURBO, device="cuda", num_steps=8, num_minibatches=2, update_epochs=2, target_kl=target_kl, **mode
+    )
+    advance_on_cuda(learner, iterations)
+    return learner
+
+
+def advance_on_cuda(learner, iterations):
+    envs = make_envs(TURBO, 2)
+    obs = None
+    for i in range(iterations):
+        obs = roll_out([learner], envs, obs)
+        learner.update(1e-3 * (1 - i / 20), obs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("target_kl", [None, 1e9])
+@pytest.mark.parametrize("iterations", [1, 3, 6])
+def test_modes_agree(mode, target_kl, iterations):
+    """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
+    wanted, got = train_on_cuda(iterations, target_kl), train_on_cuda(iterations, target_kl, **MODES[mode])
+    assert got.optimizers["agent"].decay[0].item() == pytest.approx(0.9 ** (4 * iterations))
+    assert_close_in_norm(learnt(got), learnt(wanted), 1e-5 if iterations == 1 else 1e-3, least=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_replays_draw_fresh_noise(mode):
+    """Past capture, the same observation gets each action."""
+    learner = train_on_cuda(4, **MODES[mode])
+    obs = make_envs(TURBO, 2).reset()[0]
+    seen = {tuple(learner.act(t % 8, obs).tolist()) for t in range(64)}
+    assert len(seen) == 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_the_host_waits_for_actions_alone(mode):
+    """In the steady loop only the event of `act` synchronises, which the debug mode does not count."""
+    learner = train_on_cuda(5, **MODES[mode])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        advance_on_cuda(learner, 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpoint_continues_in_captured_graphs(mode):
+    """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
+    learner = train_on_cuda(5, **MODES[mode])
+    state = learner.state_dict()
+    results = []
+    for _ in range(2):
+        learner.load_state_dict(state)
+        advance_on_cuda(learner, 1)
+        results.append(learner.weights.clone())
+    assert torch.allclose(*results, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(learner.agent.network.actor.bias.cpu(), state["networks"]["agent"]["actor.bias"])
+
+
+@pytest.mark.gpu
+def test_training_on_cuda(tmp_path):
+    sizes = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 256, "cudagraphs": True}
+    TURBO.train(TURBO.Args(run_dir=str(tmp_path), **sizes))
+    summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
+    assert summary["cudagraphs"] and summary["steady_sps"] > 0 and summary["device"] != "cpu"
