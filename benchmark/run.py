@@ -35,6 +35,7 @@ DEFAULTS = {  # environment and steps: warm-up and a minute or so of steady trai
     "sac_continuous_action": ("HalfCheetah-v5", 9_000),
     "td3_continuous_action": ("HalfCheetah-v5", 30_000),
     "ppo_continuous_action": ("HalfCheetah-v5", 60_000),
+    "ppo_atari_envpool": ("Breakout-v5", 20_000),
     "dqn": ("CartPole-v1", 100_000),
 }
 
@@ -49,8 +50,8 @@ class Args:
     """one round of all modes for each seed"""
     env_id: str | None = None
     """gymnasium environment (by default the algorithm's in DEFAULTS)"""
-    num_envs: int = 1
-    """environments that step together"""
+    num_envs: int | None = None
+    """environments that step together (by default the script's)"""
     total_timesteps: int | None = None
     """environment steps of each run (by default the algorithm's in DEFAULTS)"""
     flags: str = ""
@@ -66,7 +67,9 @@ def start(args, mode, seed, folder, cache):
     folder.mkdir(parents=True, exist_ok=True)
     env_id, total_timesteps = DEFAULTS[args.algo]
     common = {"env-id": args.env_id or env_id, "total-timesteps": args.total_timesteps or total_timesteps}
-    common |= {"num-envs": args.num_envs, "seed": seed, "run-dir": folder}
+    common |= {"seed": seed, "run-dir": folder}
+    if args.num_envs:
+        common["num-envs"] = args.num_envs
     program, *rest = (word.format(algo=args.algo) for word in (MODES | PEERS)[mode])
     flags = [*rest, *(f"--{name}={value}" for name, value in common.items()), *args.flags.split()]
     with open(folder / "log.txt", "w") as log:

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import PLAIN, TURBO, algorithm, equal, leaves, scalars
+from conftest import PLAIN, TURBO, algorithm, equal, learner_class, leaves, scalars
 from gymnasium.wrappers import RecordEpisodeStatistics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -24,7 +25,11 @@ SMALL = {
     "td3": OFF_POLICY | {"env_id": "Pendulum-v1"},
     "ppo": {"env_id": "Pendulum-v1", "num_steps": 50, "num_minibatches": 2, "update_epochs": 2, "cuda": False},
     "dqn": OFF_POLICY | {"env_id": "CartPole-v1"},
+    "ppo_atari": {"env_id": "Breakout-v5", "num_envs": 1, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1},
 }
+SMALL["ppo_atari"] |= {"cuda": False}
+GYMNASIUM = [scripts[name] for scripts in (PLAIN, TURBO) for name in PLAIN if name != "ppo_atari"]
+on_gymnasium = pytest.mark.parametrize("script", GYMNASIUM, ids=lambda module: module.SCRIPT)
 
 
 @pytest.fixture(params=[*PLAIN.values(), *TURBO.values()], ids=lambda module: module.SCRIPT)
@@ -88,7 +93,7 @@ def test_every_mode_trains_past_learning_starts(turbo, compile, cudagraphs, tmp_
 def test_run_directory(script, tmp_path):
     folder = train(script, tmp_path, total_timesteps=500, num_envs=2)
     config, report = json.loads((folder / "config.json").read_text()), summary(folder)
-    args = script.Args(**small(script), total_timesteps=500, num_envs=2, run_dir=str(tmp_path))
+    args = script.Args(**small(script) | {"total_timesteps": 500, "num_envs": 2, "run_dir": str(tmp_path)})
     assert vars(args).items() <= config.items()
     assert {"versions", "device", "cores", "git_commit"} <= config.keys()
     keys = "script env_id seed num_envs device compile cudagraphs matmul_precision global_step episodic_return episodes"
@@ -100,14 +105,15 @@ def test_run_directory(script, tmp_path):
     if args.env_id == "Pendulum-v1":
         assert lengths == [200, 200] and max(returns) < 0
     else:
-        assert returns == lengths and sum(lengths) <= 500
+        assert sum(lengths) <= 500
+        assert returns == lengths or args.env_id != "CartPole-v1"
     assert "charts/SPS" in events.Tags()["scalars"]
     assert any(name.startswith("losses/") and "loss" in name[7:] for name in events.Tags()["scalars"])
 
 
 def test_threads_and_the_precision_of_matmuls(script, tmp_path, monkeypatch):
     """By default what suits the algorithm, and full precision; a run that is resumed keeps its own."""
-    default = {"ppo": 1, "dqn": 1, "sac": 0, "td3": 0}[algorithm(script)]
+    default = {"ppo": 1, "dqn": 1, "sac": 0, "td3": 0, "ppo_atari": 0}[algorithm(script)]
     assert (script.Args().threads, script.Args().matmul_precision) == (default, "highest")
     before = torch.get_float32_matmul_precision()
     chosen = []
@@ -138,6 +144,7 @@ def count_episodes(script, monkeypatch):
     return counted
 
 
+@on_gymnasium
 def test_episodes_are_counted_as_gymnasium_does(script, tmp_path, monkeypatch):
     counted = count_episodes(script, monkeypatch)
     folder = train(script, tmp_path, total_timesteps=1500, num_envs=3)
@@ -168,8 +175,8 @@ def test_resuming_continues_the_run(script, tmp_path):
     if after["episodes"] <= 20:  # the returns of the last 20 are kept
         assert after["returns"][: len(before["returns"])] == before["returns"]
     assert sum(scalars(again, "charts/episodic_length")) <= 250  # steps of the second run
-    updates = {"sac": (350, 600), "td3": (350, 600), "ppo": (9, 14), "dqn": (35, 60)}[algorithm(script)]
-    assert (before["learner"]["updates"], after["learner"]["updates"]) == updates
+    updates = {"sac": (350, 600), "td3": (350, 600), "dqn": (35, 60), "ppo": (9, 14), "ppo_atari": (9, 14)}
+    assert (before["learner"]["updates"], after["learner"]["updates"]) == updates[algorithm(script)]
     if "replay" in after["learner"]:
         assert int(after["learner"]["replay"]["stored"]) == 700
 
@@ -225,6 +232,20 @@ OFF_POLICY_INPUTS = [
     {"tau": -0.1},
 ]
 CONTINUOUS = [{"env_id": "CartPole-v1"}, {"env_id": "Unbounded-v0"}]
+BOTH_PPO = [
+    {"num_minibatches": 3},
+    {"num_minibatches": 50},
+    {"num_minibatches": 32, "num_envs": 3, "num_steps": 5},
+    {"num_steps": 0},
+    {"update_epochs": 0},
+    {"learning_rate": 0.0},
+    {"gae_lambda": 1.01},
+    {"clip_coef": 0.0},
+    {"ent_coef": -0.1},
+    {"vf_coef": float("inf")},
+    {"max_grad_norm": -1.0},
+    {"target_kl": 0.0},
+]
 OWN_INPUTS = {
     "sac": [
         *OFF_POLICY_INPUTS,
@@ -247,21 +268,11 @@ OWN_INPUTS = {
     ],
     "ppo": [
         *CONTINUOUS,
-        {"num_minibatches": 3},
-        {"num_minibatches": 50},
-        {"num_minibatches": 32, "num_envs": 3, "num_steps": 5},
-        {"num_steps": 0},
-        {"update_epochs": 0},
-        {"learning_rate": 0.0},
-        {"gae_lambda": 1.01},
-        {"clip_coef": 0.0},
-        {"ent_coef": -0.1},
-        {"vf_coef": float("inf")},
-        {"max_grad_norm": -1.0},
-        {"target_kl": 0.0},
+        *BOTH_PPO,
         {"env_id": "NoSuchEnv-v0", "env_backend": "envpool"},
         {"env_backend": "envpool", "capture_video": True},
     ],
+    "ppo_atari": [*BOTH_PPO, {"num_envs": 257}, {"env_id": "Pong-v4"}],
     "dqn": [
         *OFF_POLICY_INPUTS,
         {"env_id": "Pendulum-v1"},
@@ -340,6 +351,7 @@ def test_checkpoints_that_do_not_fit_are_refused(script, checkpoints, tmp_path, 
         assert error.value.code == 2 and line.startswith(f"error: {flag} ") and word in line, (kwargs, line)
 
 
+@on_gymnasium
 def test_evaluation_is_deterministic_and_leaves_no_run(script, checkpoints, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     counted, printed = count_episodes(script, monkeypatch), []
@@ -372,6 +384,8 @@ def test_evaluation_of_what_is_not_there_is_refused(script, tmp_path, monkeypatc
 
 def test_a_checkpoint_brings_its_flags(script, checkpoints, tmp_path, monkeypatch, capsys):
     """--resume and --evaluate need no other flag; those that are given count, structural ones are refused by name."""
+    if algorithm(script) == "ppo_atari":  # a game may take its 27 000 steps
+        monkeypatch.setattr(script, "make_pool", partial(script.make_pool, max_episode_steps=100))
     path = checkpoints[script.SCRIPT]
     call_main(
         script, monkeypatch, "--resume", path.parent, "--total-timesteps", 350, "--run-dir", tmp_path, "--seed", 5
@@ -405,6 +419,7 @@ assert not any("leanrl" in name or "gymnasium" in name for name in sys.modules)
 """
 
 
+@on_gymnasium
 def test_an_exported_policy_acts_as_evaluation_does(script, checkpoints, tmp_path, monkeypatch, capsys):
     """In a fresh process with torch alone, for one observation and for seven; --export writes the same again."""
     path = checkpoints[script.SCRIPT]
@@ -437,6 +452,7 @@ def test_an_exported_policy_acts_as_evaluation_does(script, checkpoints, tmp_pat
         np.testing.assert_allclose(json.loads(done.stdout), wanted.numpy(), rtol=1e-5, atol=1e-6)
 
 
+@on_gymnasium
 @pytest.mark.parametrize("env_id", ["DictObservations-v0", "TupleObservations-v0", "DiscreteObservations-v0"])
 def test_observations_of_several_parts_are_flattened(script, env_id, tmp_path, capsys):
     prefix = "Pick" if algorithm(script) == "dqn" else "Push"
@@ -451,14 +467,14 @@ def test_observations_of_several_parts_are_flattened(script, env_id, tmp_path, c
 
 def test_training_stops_where_numbers_are_no_longer_finite(script, tmp_path, monkeypatch, capsys):
     """Exit code 1, one line, the checkpoint from before, a summary, and no policy."""
-    losses_of = getattr(script, algorithm(script).upper()).losses
+    losses_of = learner_class(script).losses
     calls = iter(range(100))
 
     def explode(learner):
         losses = losses_of(learner)
         return losses if next(calls) == 0 else {name: float("nan") for name in losses}
 
-    monkeypatch.setattr(getattr(script, algorithm(script).upper()), "losses", explode)
+    monkeypatch.setattr(learner_class(script), "losses", explode)
     with pytest.raises(SystemExit) as error:
         train(script, tmp_path, total_timesteps=1000, checkpoint_interval=50)
     line = capsys.readouterr().err.splitlines()[-1]
@@ -587,9 +603,10 @@ def test_ctrl_c_while_the_compiler_runs(turbo, tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_holds_no_more_than_is_stored(script, tmp_path):
-    """200 transitions, not the room for a million."""
+    """200 transitions, not the room for a million. A network for Atari, with Adam's moments, takes 20 MB by itself."""
     folder = train(script, tmp_path, **{"buffer_size": 10**6} if "buffer_size" in small(script) else {})
-    assert (folder / "checkpoint.pt").stat().st_size < 10 * 2**20
+    limit = 22 if algorithm(script) == "ppo_atari" else 10
+    assert (folder / "checkpoint.pt").stat().st_size < limit * 2**20
 
 
 @pytest.mark.parametrize("name", ["sac", "td3", "ppo"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import test_dqn
 import test_ppo
+import test_ppo_atari
 import test_replay
 from conftest import ALGORITHMS, load_copy
 from emulated_cuda import emulated_cuda
@@ -214,6 +215,90 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     ),
     ("dqn", "loaded by rebinding after capture", *REBOUND_COUNT, CONTINUES),
     ("dqn", "a wait in the loop", *WAIT_IN_LOOP, WEIGHTS_ALONE),
+    ("ppo_atari", "no wait for the actions", "self.actions_ready.synchronize()", "pass", TRAINING),
+    (
+        "ppo_atari",
+        "event recorded before the copy that it stands for",
+        "self.host_actions.copy_(self.actions, non_blocking=True)\n        self.actions_ready.record()",
+        "self.actions_ready.record()\n        self.host_actions.copy_(self.actions, non_blocking=True)",
+        TRAINING,
+    ),
+    (
+        "ppo_atari",
+        "steps of the rollout counted in Python",
+        "self.step.add_(1)",
+        "self.t = getattr(self, 't', 0) % self.args.num_steps + 1\n        self.step.fill_(self.t)",
+        TRAINING,
+    ),
+    (
+        "ppo_atari",
+        "noise drawn outside of the graph",
+        'for name in ("respond", *updates):',
+        "graph = CudaGraphModule(self.decide, warmup=GRAPH_WARMUP)\n"
+        "            clocks = torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_()\n"
+        "            self.respond = partial(graph, clocks)\n"
+        "            for name in updates:",
+        TRAINING,
+    ),
+    (
+        "ppo_atari",
+        "noise drawn once",
+        "torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_()",
+        "self.__dict__.setdefault('drawn', torch.rand(self.num_envs, self.num_actions, device=self.device))",
+        FRESH_NOISE,
+    ),
+    (
+        "ppo_atari",
+        "decisions rebound instead of filled",
+        "self.decisions.index_copy_(0",
+        "self.decisions = self.decisions.index_copy(0",
+        TRAINING,
+    ),
+    (
+        "ppo_atari",
+        "outcomes rebound instead of filled",
+        "self.outcomes.copy_(self.host_outcomes, non_blocking=True)",
+        "self.outcomes = self.host_outcomes.to(self.device, non_blocking=True)",
+        TRAINING,
+    ),
+    (
+        "ppo_atari",
+        "learning rate kept in Python",
+        "self.learning_rate.fill_(learning_rate)",
+        "self.optimizers['agent'].lr = learning_rate",
+        TRAINING,
+    ),
+    ("ppo_atari", "step count of Adam kept in Python", *STEP_COUNT, TRAINING),
+    (
+        "ppo_atari",
+        "branch on a tensor in a graph",
+        "if self.args.norm_adv:",
+        "if self.args.norm_adv and valid.sum() > 1:",
+        TRAINING,
+    ),
+    ("ppo_atari", "host read in a graph", "scale = (self", "float(grad_norm)\n        scale = (self", TRAINING),
+    (
+        "ppo_atari",
+        "order of minibatches drawn by the host",
+        "torch.rand(len(self.batch), device=self.device)",
+        "torch.rand(len(self.batch)).to(self.device)",
+        TRAINING,
+    ),
+    (
+        "ppo_atari",
+        "loaded by rebinding after capture",
+        "fill(tensors, {name: state[name] for name in tensors})",
+        "self.weights = self.weights.clone()\n        fill(self.tensors(), {name: state[name] for name in tensors})",
+        CONTINUES,
+    ),
+    (
+        "ppo_atari",
+        "observations in memory that is not pinned",
+        "dtype=torch.uint8, pin_memory=self.on_cuda)",
+        "dtype=torch.uint8)",
+        ACTIONS_ALONE,
+    ),
+    ("ppo_atari", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
 ]
 
 
@@ -226,6 +311,10 @@ def catch(name, algorithm, script, folder, monkeypatch):
         if algorithm == "ppo":
             monkeypatch.setattr(test_ppo, "TURBO", script)
             getattr(test_ppo, name)("cudagraphs")
+        elif algorithm == "ppo_atari":
+            monkeypatch.setattr(test_ppo_atari, "TURBO", script)
+            test_ppo_atari.script_games(script, monkeypatch)
+            getattr(test_ppo_atari, name)("cudagraphs")
         elif algorithm == "dqn":
             monkeypatch.setitem(test_dqn.CUDA, "script", script)
             getattr(test_dqn.TestTheLoopOnCuda(), name)("cudagraphs")
@@ -245,5 +334,5 @@ def test_a_planted_bug_is_caught(algorithm, bug, old, new, caught_by, tmp_path, 
 
 
 def test_the_page_has_all_planted_bugs():
-    rows = re.findall(r"^\| (sac|td3|ppo|dqn) \| (.*?) \| `(\w+)` \|", PAGE, re.M)
+    rows = re.findall(r"^\| (sac|td3|ppo|dqn|ppo_atari) \| (.*?) \| `(\w+)` \|", PAGE, re.M)
     assert sorted(rows) == sorted((algorithm, bug, caught_by) for algorithm, bug, _, _, caught_by in BUGS)

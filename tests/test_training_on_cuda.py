@@ -12,12 +12,14 @@ SIZES = {
     "td3": REPLAY,
     "dqn": REPLAY | EPSILON | {"env_id": "CartPole-v1", "train_frequency": 5, "total_timesteps": 300},
     "ppo": {"env_id": "Pendulum-v1", "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
+    "ppo_atari": {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
 }
 OTHERS = {  # other settings take other ways through the code
     "sac": {"num_envs": 3, "autotune": False, "policy_frequency": 1, "target_network_frequency": 2},
     "td3": {"num_envs": 3, "updates_per_step": 2, "policy_frequency": 3},
     "dqn": {"num_envs": 3, "train_frequency": 2, "target_network_frequency": 50, "tau": 0.5},
     "ppo": {"num_envs": 2, "target_kl": 0.05, "ent_coef": 0.01, "clip_vloss": False},
+    "ppo_atari": {"num_envs": 3, "target_kl": 1e-4, "norm_adv": False, "clip_vloss": False},
 }
 SETTINGS = [(name, seed, {}) for name in TURBO for seed in (1, 2)] + [(name, 3, OTHERS[name]) for name in TURBO]
 
