@@ -537,6 +537,9 @@ class PPO:
         self.step = torch.zeros(1, dtype=torch.int64, device=device)  # of the rollout, in which to decide
         self.decisions = torch.zeros(*steps, len(DECISIONS), device=device)
         self.batch = torch.zeros(args.num_steps * self.num_envs, len(BATCH), device=device)
+        # compiled for a CPU, an update is a third faster with channels last; eager, it is slower
+        channels_last = self.compile and not self.on_cuda
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.apply_compile_and_cudagraphs()
 
     def apply_compile_and_cudagraphs(self):
@@ -599,7 +602,7 @@ class PPO:
 
     def update_minibatch(self, rows):
         """One step of Adam on the loss of the transitions `rows`, (minibatch,); returns losses from before, by name."""
-        obs = self.obs[:-1].flatten(0, 1).index_select(0, rows)
+        obs = self.obs[:-1].flatten(0, 1).index_select(0, rows).contiguous(memory_format=self.layout)
         columns = split_columns(self.batch.index_select(0, rows), BATCH)
         weights = self.weights.detach().requires_grad_()
         policy_loss, value_loss, entropy, log_ratio = self.loss(weights, obs, columns)

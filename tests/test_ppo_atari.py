@@ -225,6 +225,11 @@ def test_the_loss_is_that_of_the_valid_rows_alone(script, norm_adv):
         torch.testing.assert_close(script.masked_variance(columns["advantages"], columns["valid"]), used.var())
 
 
+def test_the_variance_of_one_row_is_zero(script):
+    """And not undefined: advantages are divided by its root."""
+    assert script.masked_variance(torch.randn(8), torch.eye(8)[3]) == 0
+
+
 def test_a_minibatch_without_a_valid_row_changes_nothing(script):
     """At first: later Adam's first moments move the parameters, as in any minibatch."""
     learner = make_learner(script)
@@ -525,7 +530,8 @@ def test_a_checkpoint_continues_in_captured_graphs(mode):
         advance_on_cuda(learner, 1)
         results.append(learner.weights.clone())
     assert torch.allclose(*results, rtol=1e-4, atol=1e-5)
-    assert not torch.equal(learner.agent.network.actor.bias.cpu(), state["networks"]["agent"]["actor.bias"])
+    bias = conftest.networks(learner)["agent"]["actor.bias"]
+    assert not torch.equal(bias.cpu(), state["networks"]["agent"]["actor.bias"])
 
 
 @pytest.mark.gpu
