@@ -100,7 +100,8 @@ def test_run_directory(script, tmp_path):
     assert set(f"{keys} steady_sps warmup_seconds wall_seconds versions".split()) == report.keys()
     events = EventAccumulator(str(folder)).Reload()
     returns, lengths = (scalars(folder, f"charts/episodic_{name}") for name in ("return", "length"))
-    assert report["episodes"] == len(returns) == len(lengths) >= 2
+    least = 1 if algorithm(script) == "ppo_atari" else 2  # a game takes a while
+    assert report["episodes"] == len(returns) == len(lengths) >= least
     assert report["episodic_return"] == pytest.approx(sum(returns[-20:]) / len(returns[-20:]))
     if args.env_id == "Pendulum-v1":
         assert lengths == [200, 200] and max(returns) < 0
