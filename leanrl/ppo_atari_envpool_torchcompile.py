@@ -285,7 +285,7 @@ class AtariEnvs(gym.vector.VectorEnv):
         return list(self.pool.render(env_ids=np.arange(self.num_envs)))
 
 
-def atari_envs(args, num_envs, seed, video_dir=None, **settings):
+def make_games(args, num_envs, seed, video_dir=None, **settings):
     """AtariEnvs; `video_dir` receives mp4s of episodes of the first one."""
     envs = AtariEnvs(args, num_envs, seed, video_dir, **settings)
     if not video_dir:
@@ -737,7 +737,7 @@ def train(args, on_log=lambda learner, losses, step: None):
     checkpoint = load_resumed(args)
     step = checkpoint["global_step"]
     folder = run_folder(args)
-    envs = atari_envs(args, args.num_envs, args.seed + step, folder / "videos" if args.capture_video else None)
+    envs = make_games(args, args.num_envs, args.seed + step, folder / "videos" if args.capture_video else None)
     obs, _ = envs.reset()
     learner = PPO(args, envs, device)
     restore(args, learner, checkpoint)
@@ -765,7 +765,7 @@ def train(args, on_log=lambda learner, losses, step: None):
 
 def evaluation_envs(args, video_dir=None):
     """One game to play to its end, for its own rewards; `video_dir` receives mp4s."""
-    return atari_envs(args, 1, args.seed, video_dir, whole_games=True)
+    return make_games(args, 1, args.seed, video_dir, whole_games=True)
 
 
 def evaluate(args):

@@ -135,7 +135,7 @@ def learner_class(script):
 def make_envs(script, args):
     """The environments that `train` makes."""
     if algorithm(script) == "ppo_atari":
-        return script.atari_envs(args, args.num_envs, args.seed)
+        return script.make_games(args, args.num_envs, args.seed)
     return script.make_envs(args, args.num_envs)
 
 

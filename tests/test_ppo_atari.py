@@ -513,9 +513,9 @@ def advance_on_cuda(learner, iterations):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("target_kl", [None, 1e9])
-@pytest.mark.parametrize("iterations", [1, 3, 6])
+@pytest.mark.parametrize("iterations", [1, 6])
 def test_modes_agree(mode, target_kl, iterations):
-    """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
+    """Before and after capture, a mode has made exactly the updates that eager code makes."""
     wanted, got = train_on_cuda(iterations, target_kl), train_on_cuda(iterations, target_kl, **MODES[mode])
     assert got.optimizers["agent"].decay[0].item() == pytest.approx(0.9 ** (4 * iterations))
     assert_close_in_norm(learnt(got), learnt(wanted), 1e-5 if iterations == 1 else 1e-3, least=1e-6)
