@@ -34,7 +34,7 @@ from emulated_cuda import emulated_cuda, tensors_in, traits  # noqa: E402
 DATA = ROOT / "benchmark" / "launches.json"
 PAGE = ROOT / "doc" / "speed.md"
 MATMULS = ("mm", "addmm", "bmm", "baddbmm")
-MODES = {"eager": {}, "cudagraphs": {"cudagraphs": True}, "compile": {"compile": True}}
+MODES = {"eager": {}, "cudagraphs": {"cudagraphs": True}, "compile": {"compile": True, "cuda": False}}
 EARLY = {"learning_starts": 190, "buffer_size": 1000}
 RUNS = {  # flags, and how many steps to count: whole periods of all that is not done in each step
     "sac_continuous_action": (EARLY, 100),

@@ -584,7 +584,7 @@ class DQN:
 
     def ship(self):
         """Send the transitions collected so far to the device's inbox, and, in its last row, their number."""
-        self.host_rows[-1, 0] = self.filled
+        self.host_rows[-1, 0] = self.filled  # the last copy is over: `store` or `update` has waited for it
         self.inbox.copy_(self.host_inbox, non_blocking=True)
         self.filled = 0
         self.inbox_read.record()
@@ -687,7 +687,10 @@ class DQN:
 
 
 class DirectEnvs(gym.vector.VectorWrapper):
-    """Steps the environments of a SyncVectorEnv itself, to the same numbers, without a cost that can exceed theirs."""
+    """Steps the environments of a SyncVectorEnv itself, to the same numbers, without a cost that can exceed theirs.
+
+    `step` returns other things than gymnasium's, so that this has to be the outermost wrapper.
+    """
 
     def step(self, actions):
         """Step each environment, and reset those whose episode ends; `actions` are numpy, (num_envs, ...).

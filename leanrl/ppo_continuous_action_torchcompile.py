@@ -698,7 +698,7 @@ class PPO:
 
     def learn_epoch(self):
         """All of `batch` once, in minibatches drawn without replacement."""
-        order = torch.rand(len(self.batch), device=self.device).argsort()  # randperm cannot be captured
+        order = torch.rand(len(self.batch), device=self.device).argsort()
         for rows in self.batch[order].chunk(self.args.num_minibatches):
             self.update_minibatch(rows)
 
@@ -801,7 +801,10 @@ class PPO:
 
 
 class DirectEnvs(gym.vector.VectorWrapper):
-    """Steps the environments of a SyncVectorEnv itself, to the same numbers, without a cost that can exceed theirs."""
+    """Steps the environments of a SyncVectorEnv itself, to the same numbers, without a cost that can exceed theirs.
+
+    `step` returns other things than gymnasium's, so that this has to be the outermost wrapper.
+    """
 
     def step(self, actions):
         """Step each environment, and reset those whose episode ends; `actions` are numpy, (num_envs, ...).

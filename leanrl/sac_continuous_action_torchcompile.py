@@ -667,7 +667,10 @@ class SAC:
 
 
 class DirectEnvs(gym.vector.VectorWrapper):
-    """Steps the environments of a SyncVectorEnv itself, to the same numbers, without a cost that can exceed theirs."""
+    """Steps the environments of a SyncVectorEnv itself, to the same numbers, without a cost that can exceed theirs.
+
+    `step` returns other things than gymnasium's, so that this has to be the outermost wrapper.
+    """
 
     def step(self, actions):
         """Step each environment, and reset those whose episode ends; `actions` are numpy, (num_envs, ...).

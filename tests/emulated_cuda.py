@@ -44,7 +44,7 @@ class Device:
         self.sync_debug_mode = "default"
         self.counts = Counter()
 
-    def launch(self, run, prepare=None, copied=None):
+    def enqueue(self, run, prepare=None, copied=None):
         """Queue `run` on the current stream, or record it in the graph that is being captured.
 
         `prepare` is what the host does at each launch: it returns arguments for `run`. `copied` is the direction and
@@ -52,6 +52,8 @@ class Device:
         """
         if self.capture is not None and self.current in self.capture.streams:
             self.capture.work.append((run, prepare, copied))
+            if self.current is not self.capture.origin:
+                self.capture.unjoined.add(self.current)
             return
         self.count("operators", copied)
         self.current.push(partial(run, *prepare()) if prepare else run)
@@ -93,13 +95,18 @@ class Device:
         return torch.tensor(self.rng, dtype=torch.int64).view(torch.uint8)
 
     def set_rng_state(self, state, device=None):
-        self.rng = tuple(state.view(torch.int64).tolist())
+        self.set_rng(*state.view(torch.int64).tolist())
 
     def manual_seed(self, seed):
-        self.rng = (seed, 0)
+        self.set_rng(seed, 0)
+
+    def set_rng(self, seed, offset):
+        if self.capture is not None:
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::set_current_seed during CUDA graph capture")
+        self.rng = (seed, offset)
 
     def set_sync_debug_mode(self, mode):
-        self.sync_debug_mode = mode
+        self.sync_debug_mode = {0: "default", 1: "warn", 2: "error"}.get(mode, mode)
 
     def current_stream(self, device=None):
         return self.current
@@ -162,6 +169,8 @@ class Stream:
                 capture.unjoined.add(self)
         elif capture is not None and self in capture.streams:
             raise RuntimeError(f"{CAPTURING}: dependency on work outside of the capture")
+        elif event.capture is not None:
+            raise RuntimeError("the event was recorded in a capture, and means nothing outside of it")
         elif event.stream is not None:
             self.push((event.stream, event.position))
 
@@ -171,7 +180,7 @@ class Stream:
         return event
 
     def synchronize(self):
-        DEVICE.wait([self])
+        DEVICE.wait([self], "synchronize")
 
     def query(self):
         return self.done == self.launched
@@ -202,6 +211,8 @@ class Event:
             self.stream.run_until(self.position)
 
     def query(self):
+        if DEVICE.capture is not None:
+            raise RuntimeError(f"{CAPTURING}: asking for an event")
         if self.stream is None or self.stream.done >= self.position:
             return True
         self.stream.run_one()  # who asks again and again is answered at last
@@ -221,6 +232,7 @@ class CUDAGraph:
     def __init__(self, keep_graph=False):
         self.work = []
         self.reused = []
+        self.memory = None
 
     def capture_begin(self, pool=None, capture_error_mode="global"):
         if DEVICE.capture is not None:
@@ -246,6 +258,8 @@ class CUDAGraph:
     def replay(self):
         if DEVICE.capture is not None:
             raise RuntimeError(f"{CAPTURING}: replaying a graph")
+        if self.memory is None:
+            raise RuntimeError("replay of a graph that was not captured")
         DEVICE.counts["replays"] += 1
         for _, _, copied in self.work:
             DEVICE.count("nodes", copied)
@@ -284,24 +298,26 @@ class Block:
         self.memory = memory
         self.stream = DEVICE.current
         self.users = {}  # other streams that `record_stream` named
-        self.graph = DEVICE.capture if DEVICE.capture and DEVICE.current in DEVICE.capture.streams else None
+        self.capture = DEVICE.capture if DEVICE.capture and DEVICE.current in DEVICE.capture.streams else None
         self.used_elsewhere = False
 
     def touch(self):
         """Note who uses the memory: on its own stream, and in the graph it was made in, freeing it is safe."""
         if DEVICE.capture is not None and DEVICE.current in DEVICE.capture.streams:
-            self.used_elsewhere |= DEVICE.capture is not self.graph
+            self.used_elsewhere |= DEVICE.capture is not self.capture
         else:
             self.used_elsewhere |= DEVICE.current is not self.stream
 
     def __del__(self):
         if self.device is not DEVICE:
             return
-        if self.graph is not None:
-            self.graph.memory.free.append(self.memory)
+        if self.capture is not None:
+            self.capture.memory.free.append(self.memory)
+        elif self.users:  # reused once all of them are past this point, for which none of them waits
+            for stream in (self.stream, *self.users):
+                DEVICE.allocator.push((stream, stream.launched))
+            DEVICE.allocator.push(partial(poison, self.memory))
         elif self.used_elsewhere:
-            for stream in self.users:
-                self.stream.push((stream, stream.launched))
             self.stream.freed.append(self.memory)
 
 
@@ -323,8 +339,8 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, memory, block=None):
-        form = {"strides": memory.stride(), "storage_offset": memory.storage_offset(), "dtype": memory.dtype}
-        tensor = torch.Tensor._make_wrapper_subclass(cls, memory.shape, **form, device=META)
+        layout = {"strides": memory.stride(), "storage_offset": memory.storage_offset(), "dtype": memory.dtype}
+        tensor = torch.Tensor._make_wrapper_subclass(cls, memory.shape, **layout, device=META)
         tensor.memory = memory
         tensor.block = block or Block(memory)
         return tensor
@@ -447,15 +463,13 @@ def dispatch(operator, args, kwargs):
         target, indices, *rest = args
         if isinstance(target, DeviceTensor):  # indices may be on the host
             args = (target, [None if i is None else to_device(i) for i in indices], *rest)
-        needs_host = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
-    if packet is aten.randperm and DEVICE.capture is not None:
-        raise RuntimeError(f"{CAPTURING}: randperm")
-
-    arguments = [*args, *kwargs.values()]
-    for tensor in tensors_in(arguments):
+        fills = rest and rest[0].numel() == 1  # by a kernel that takes the mask
+        needs_host = not fills and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+    takes_numbers = torch.Tag.pointwise in operator.tags or packet in (aten.index_put, aten.index_put_)
+    for tensor in tensors_in([*args, *kwargs.values()]):
         if isinstance(tensor, DeviceTensor):
             tensor.block.touch()
-        elif tensor.dim() or tensor is args[0]:
+        elif tensor.dim() or not takes_numbers or (kind == "writes" and tensor is args[0]):
             raise RuntimeError(f"Expected all tensors to be on the same device, but {operator} got cuda:0 and cpu")
     if needs_host:
         DEVICE.wait([DEVICE.current], operator)
@@ -495,7 +509,7 @@ def launch(operator, args, kwargs, kind, random_numbers):
             for output, value in zip(outputs, tensors_in([computed]), strict=True):
                 output.copy_(value)
 
-    DEVICE.launch(run, DEVICE.next_random if random_numbers else None)
+    DEVICE.enqueue(run, DEVICE.next_random if random_numbers else None)
     return results
 
 
@@ -544,6 +558,11 @@ def pin(tensor):
     return tensor
 
 
+def is_direct(on_host, on_device):
+    """Whether a copy needs no other memory of the host, which would not be pinned."""
+    return is_pinned(on_host) and on_host.is_contiguous() and on_host.dtype is on_device.dtype
+
+
 def copy_(target, source, non_blocking=False):
     """target.copy_(source), on the device or from one side to the other."""
     if not isinstance(source, torch.Tensor):
@@ -552,17 +571,17 @@ def copy_(target, source, non_blocking=False):
         if isinstance(tensor, DeviceTensor):
             tensor.block.touch()
     if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
-        DEVICE.launch(partial(target.memory.copy_, source.memory))
+        DEVICE.enqueue(partial(target.memory.copy_, source.memory))
     elif isinstance(target, DeviceTensor):
-        if not (non_blocking and is_pinned(source)):
+        if not (non_blocking and is_direct(source, target)):
             if not non_blocking:
                 DEVICE.wait([DEVICE.current], "a copy from the host")
             if DEVICE.capture is not None:
                 raise RuntimeError(f"{CAPTURING}: a copy from memory that is not pinned")
             source = source.clone()
-        DEVICE.launch(partial(target.memory.copy_, source), copied=("h2d", source.nbytes))
+        DEVICE.enqueue(partial(target.memory.copy_, source), copied=("h2d", source.nbytes))
     else:
-        pinned = non_blocking and is_pinned(target)
+        pinned = non_blocking and is_direct(target, source)
         if DEVICE.capture is not None and not pinned:
             raise RuntimeError(f"{CAPTURING}: a copy to memory that is not pinned")
 
@@ -572,9 +591,9 @@ def copy_(target, source, non_blocking=False):
                     poison(target)
             return ()
 
-        DEVICE.launch(partial(target.copy_, source.memory), spoil, copied=("d2h", target.nbytes))
+        DEVICE.enqueue(partial(target.copy_, source.memory), spoil, copied=("d2h", target.nbytes))
         if not pinned:
-            DEVICE.wait([DEVICE.current], "a copy to the host")
+            DEVICE.wait([DEVICE.current], None if non_blocking else "a copy to the host")
     return target
 
 
@@ -601,9 +620,13 @@ def to_host(operator, args, kwargs):
 
 
 def is_cuda(device):
-    if isinstance(device, (str, torch.device)):
-        return torch.device(device).type == "cuda"
-    return isinstance(device, int) and not isinstance(device, bool)
+    """Whether this names the device, which has the number 0."""
+    if not isinstance(device, (str, torch.device, int)) or isinstance(device, bool):
+        return False
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type == "cuda" and device.index:
+        raise RuntimeError(f"invalid device ordinal: {device}")
+    return device.type == "cuda"
 
 
 class Functions(TorchFunctionMode):
@@ -623,6 +646,8 @@ class Functions(TorchFunctionMode):
             moved = to_device(args[0], kwargs.get("non_blocking", False), *given)
             return moved.clone() if moved is args[0] and kwargs.get("copy") else moved
         if is_cuda(kwargs.get("device")):
+            if name in ("as_tensor", "asarray") and isinstance(args[0], DeviceTensor):
+                return args[0]
             if name in ("tensor", "as_tensor", "asarray"):
                 return to_device(function(*args, **kwargs | {"device": CPU}))
             return function(*args, **kwargs | {"device": META})
@@ -644,8 +669,6 @@ class Operators(TorchDispatchMode):
         device = kwargs.get("device")
         if device is None or torch.device(device).type != "meta":
             return operator(*args, **kwargs)
-        if operator.overloadpacket is aten.randperm and DEVICE.capture is not None:
-            raise RuntimeError(f"{CAPTURING}: randperm")
         kind, random_numbers, _ = traits(operator)
         return launch(operator, args, kwargs, kind, random_numbers)
 
@@ -671,6 +694,7 @@ def emulated_cuda(late=True, seed=0):
     outer = DEVICE
     DEVICE = device = Device(late, seed)
     device.current = device.default = Stream()
+    device.allocator = Stream()
     stand_ins = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,

@@ -103,17 +103,25 @@ class TestOneStream:
         assert (ones(3).new_empty(2, dtype=torch.int64) != 0).all()
 
     def test_devices_do_not_mix(self, device):
-        for wrong in (lambda x: x + torch.ones(3), lambda x: torch.ones(3).add_(x), lambda x: torch.zeros(()).add_(x)):
+        number = torch.zeros(())
+        for wrong in (
+            lambda x: x + torch.ones(3),
+            lambda x: torch.ones(3).add_(x),
+            lambda x: number.add_(x.sum()),
+            lambda x: torch.stack([x.sum(), number]),
+        ):
             with pytest.raises(RuntimeError, match="same device"):
                 wrong(ones(3))
+        with pytest.raises(RuntimeError, match="ordinal"):
+            torch.zeros(3, device="cuda:1")
         with pytest.raises(TypeError):
             np.asarray(ones(3))
 
     def test_a_number_of_the_host_is_read_at_launch(self, device):
         number = torch.tensor(2.0)
-        x = ones(2) * number
+        x, y = ones(2) * number, number - ones(2)
         number.fill_(5)
-        assert x.tolist() == [2, 2]
+        assert x.tolist() == [2, 2] and y.tolist() == [1, 1]
 
     def test_synchronizing_operators_can_be_forbidden(self, device):
         torch.cuda.set_sync_debug_mode("error")
@@ -124,6 +132,8 @@ class TestOneStream:
             x.sum().item()
         with pytest.raises(RuntimeError, match="synchronizing"):
             x.cpu()
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            torch.cuda.current_stream().synchronize()
 
     def test_what_happens_is_counted(self, device):
         x = ones(4)
@@ -247,6 +257,20 @@ class TestStreams:
 
         assert (in_all_orders(function) == {"2.0"}) == recorded
 
+    def test_record_stream_is_no_wait(self):
+        def function():
+            side, x, y = torch.cuda.Stream(), ones(1), ones(1)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y.mul_(10 * x)
+            x.record_stream(side)
+            del x
+            y.add_(2)
+            torch.cuda.synchronize()
+            return y.item()
+
+        assert in_all_orders(function) == {"12.0", "30.0"}
+
 
 class Descent:
     """Gradient descent on x**2, with its learning rate in a tensor or, wrongly, in a Python number."""
@@ -289,13 +313,15 @@ class TestGraphs:
             lambda x: x.copy_(torch.zeros(3), non_blocking=True),
             lambda x: torch.tensor([1.0], device="cuda"),
             lambda x: x[x > 0],
-            lambda x: torch.randperm(3, device="cuda"),
             lambda x: torch.cuda.synchronize(),
             lambda x: torch.cuda.Event().synchronize(),
+            lambda x: torch.cuda.Event().query(),
             lambda x: torch.cuda.current_stream().record_event().synchronize(),
             lambda x: torch.cuda.current_stream().wait_stream(torch.cuda.default_stream()),
             lambda x: torch.cuda.Stream().wait_stream(torch.cuda.current_stream()),  # and does not come back
             lambda x: torch.cuda.get_rng_state(),
+            lambda x: torch.cuda.manual_seed(1),
+            lambda x: x.copy_(pinned(3, 2)[:, 0], non_blocking=True),  # by way of memory that is not pinned
             lambda x: torch.cuda.CUDAGraph().replay(),
             lambda x: captured(lambda: None),
         ],
@@ -327,6 +353,40 @@ class TestGraphs:
         assert (x.item(), y.item()) == (1, 2)
         graph.replay()
         assert x.item() == 2
+
+    def test_a_stream_that_joined_has_to_come_back_again(self, device):
+        x, side = ones(1), torch.cuda.Stream()
+
+        def function():
+            side.wait_stream(torch.cuda.current_stream())
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.stream(side):
+                x.add_(1)
+
+        with pytest.raises(RuntimeError, match="unjoined"):
+            captured(function)
+
+    def test_an_event_of_a_capture_means_nothing_outside(self, device):
+        events = []
+        captured(lambda: events.append(torch.cuda.current_stream().record_event()))
+        with pytest.raises(RuntimeError, match="captur"):
+            torch.cuda.current_stream().wait_event(events[0])
+        with pytest.raises(RuntimeError, match="captur"):
+            events[0].synchronize()
+
+    def test_a_graph_that_was_not_captured_cannot_be_replayed(self, device):
+        with pytest.raises(RuntimeError, match="not captured"):
+            torch.cuda.CUDAGraph().replay()
+
+    def test_a_mask_may_choose_what_to_fill(self, device):
+        x = torch.arange(3.0, device="cuda")
+
+        def function():
+            x[x > 1] = 7.0
+
+        graph, _ = captured(function)
+        graph.replay()
+        assert x.tolist() == [0, 1, 7]
 
     def test_work_on_other_streams_is_not_captured(self, device):
         x, side = ones(1), torch.cuda.Stream()

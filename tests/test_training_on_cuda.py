@@ -1,5 +1,7 @@
 """`train` on the emulated CUDA device leaves the same, bit by bit, with and without graphs, at once and late."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from conftest import TURBO, algorithm, assert_same_state, leaves
@@ -7,6 +9,7 @@ from emulated_cuda import emulated_cuda
 
 REPLAY = {"env_id": "Pendulum-v1", "batch_size": 16, "buffer_size": 60, "learning_starts": 40, "total_timesteps": 90}
 EPSILON = {"exploration_fraction": 0.3, "learning_rate": 1e-2}  # soon greedy, and soon not always of the same action
+STATE = ("global_step", "episodes", "returns", "learner")  # of a checkpoint
 SIZES = {
     "sac": REPLAY,
     "td3": REPLAY,
@@ -27,21 +30,19 @@ SETTINGS = [(name, seed, {}) for name in TURBO for seed in (1, 2)] + [(name, 3, 
 def train(script, folder, late, cudagraphs, seed, settings):
     """What a run leaves that is resumed half-way: logged losses and, by path, all that is in its checkpoints."""
     kwargs = SIZES[algorithm(script)] | settings | {"seed": seed, "cudagraphs": cudagraphs, "run_dir": str(folder)}
-    kwargs["checkpoint_interval"] = 32
-    script.LOG_INTERVAL = 7  # odd, so that each kind of update is logged
+    steps = kwargs["total_timesteps"]
     losses = []
-    state = {}
-    with emulated_cuda(late, seed):
+    checkpoints = {}
+    often = patch.object(script, "LOG_INTERVAL", 7, create=True)  # odd, so that each kind of update is logged
+    with emulated_cuda(late, seed), often:
         for part in (1, 2):
-            args = script.Args(**kwargs | {"total_timesteps": part * kwargs["total_timesteps"]})
-            args.resume = state.get("folder")
+            args = script.Args(**kwargs | {"total_timesteps": part * steps, "checkpoint_interval": 32})
+            args.resume = str(*checkpoints) or None
             script.train(args, on_log=lambda learner, values, step: losses.append((step, values)))
-            (path,) = set(folder.glob("*/checkpoint.pt")) - state.keys()
-            checkpoint = torch.load(path)
-            state |= {path: [checkpoint[name] for name in ("global_step", "episodes", "returns", "learner")]}
-            state["folder"] = str(path.parent)
-    del state["folder"]
-    return losses, [leaf for checkpoint in state.values() for leaf in leaves(checkpoint)]
+            (path,) = set(folder.glob("*/checkpoint.pt")) - checkpoints.keys()
+            checkpoints[path] = torch.load(path)
+    parts = [checkpoint[name] for checkpoint in checkpoints.values() for name in STATE]
+    return losses, leaves(parts)
 
 
 RUNS = [(cudagraphs, late) for cudagraphs in (False, True) for late in (False, True)]
