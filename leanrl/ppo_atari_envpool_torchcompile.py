@@ -639,7 +639,7 @@ class PPO:
 
     def learn_epoch(self):
         """All of `batch` once, in minibatches drawn without replacement."""
-        order = torch.rand(len(self.batch), device=self.device).argsort()  # randperm cannot be captured
+        order = torch.rand(len(self.batch), device=self.device).argsort()
         losses = [self.update_minibatch(rows) for rows in order.chunk(self.args.num_minibatches)]
         self.scalars.keep(**{name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]})
 

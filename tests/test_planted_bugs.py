@@ -310,8 +310,6 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
 
 def catch(name, algorithm, script, folder, monkeypatch):
     """Run the test of this name on `script`."""
-    if algorithm == "ppo_atari":  # envpool takes actions that are none as addresses
-        test_ppo_atari.script_games(script, monkeypatch)
     if name == TRAINING:
         settings = OTHERS["dqn"] if algorithm == "dqn" else None  # two updates in one step
         return check_training(script, folder, settings=settings, runs=[(False, False), (True, True)])
@@ -329,6 +327,12 @@ def catch(name, algorithm, script, folder, monkeypatch):
             getattr(test_replay, name)(script, "cudagraphs")
 
 
+def use_scripted_games(algorithm, script, monkeypatch):
+    """Keep actions that are none from envpool, which takes them as addresses."""
+    if algorithm == "ppo_atari":
+        test_ppo_atari.script_games(script, monkeypatch)
+
+
 def train_on_cpu(algorithm, script, folder):
     sizes = SIZES[algorithm] | {"checkpoint_interval": 32, "run_dir": str(folder)}
     script.train(script.Args(**sizes))
@@ -340,6 +344,7 @@ def test_a_planted_bug_is_caught(algorithm, bug, old, new, caught_by, tmp_path, 
     source = (ROOT / "leanrl" / f"{name}.py").read_text()
     assert source.count(old) == 1, f"not there once: {old}"
     script = load_copy(name, source.replace(old, new), tmp_path)
+    use_scripted_games(algorithm, script, monkeypatch)
     train_on_cpu(algorithm, script, tmp_path / "cpu")
     with pytest.raises((AssertionError, RuntimeError, SystemExit)) as caught:
         catch(caught_by, algorithm, script, tmp_path / "runs", monkeypatch)
@@ -350,6 +355,7 @@ def test_a_planted_bug_is_caught(algorithm, bug, old, new, caught_by, tmp_path, 
 
 @pytest.mark.parametrize(("algorithm", "test"), sorted({(bug[0], bug[-1]) for bug in BUGS}))
 def test_the_scripts_as_they_are_pass(algorithm, test, tmp_path, monkeypatch):
+    use_scripted_games(algorithm, TURBO[algorithm], monkeypatch)
     catch(test, algorithm, TURBO[algorithm], tmp_path, monkeypatch)
 
 
