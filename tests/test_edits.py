@@ -144,6 +144,7 @@ def check_graphs(make_turbo):
                 take_step(learner, i)
                 if hasattr(learner, "next_actions"):
                     learner.next_actions()
+            torch.cuda.synchronize()
             assert_same_state(graphed.tensors(), eager.tensors())
             assert graphed.losses() == eager.losses()
         assert graphed.stage == "training"
