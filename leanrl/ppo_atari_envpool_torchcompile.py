@@ -95,6 +95,8 @@ class EnvironmentArgs:
     """environment steps (transitions) of the whole run, each of four frames"""
     num_envs: int = 8
     """games that step together, one transition each"""
+    double_buffer: bool = False
+    """step half of the games while the actions of the other half are computed"""
 
 
 @dataclass
@@ -264,13 +266,19 @@ class AtariEnvs(gym.vector.VectorEnv):
         obs, _ = self.pool.reset()
         return obs, {}
 
-    def step(self, actions):
-        """As any vector environment, for actions (num_envs,). All infos are (num_envs,).
+    def send(self, actions):
+        """Begin a step, which envpool's threads make."""
+        self.pool.send(actions.astype(np.int32))
 
-        raw_rewards: the game's; game_ended: by a game over or its time limit; is_reset: the step has ignored the action
-        and has started an episode.
+    def step(self, actions):
+        """As any vector environment, for actions (num_envs,), or None in a step that `send` has begun.
+
+        Infos, each (num_envs,), are raw_rewards: the game's; game_ended: by a game over or its time limit; is_reset:
+        the step has ignored the action and has started an episode.
         """
-        obs, rewards, terminated, truncated, infos = self.pool.step(actions.astype(np.int32))
+        if actions is not None:
+            self.send(actions)
+        obs, rewards, terminated, truncated, infos = self.pool.recv()
         game_over = infos["terminated"].astype(bool)
         game_ended = game_over | truncated
         terminated = terminated | game_over  # a game over in the last step that is allowed is called truncated
@@ -513,7 +521,8 @@ class PPO:
         self.on_cuda = device.type == "cuda"
         self.compile = args.compile
         self.cudagraphs = args.cudagraphs and self.on_cuda
-        self.num_envs = envs.num_envs
+        self.group_size = envs.num_envs
+        self.groups = args.num_envs // self.group_size
         self.num_actions = int(envs.single_action_space.n)
 
         with device:
@@ -525,18 +534,19 @@ class PPO:
         self.updates = 0
         self.warmup_updates = GRAPH_WARMUP if self.cudagraphs else 1
 
-        steps = (args.num_steps, self.num_envs)
-        obs_shape = (args.num_steps + 1, self.num_envs, *envs.single_observation_space.shape)
+        # a slot is a step of a group; those of a step are neighbours, so that together they are (num_steps, num_envs)
+        slots = args.num_steps * self.groups
+        obs_shape = (slots + self.groups, self.group_size, *envs.single_observation_space.shape)
         self.host_obs = torch.zeros(obs_shape, dtype=torch.uint8, pin_memory=self.on_cuda)
         self.obs = self.host_obs.to(device)  # on a CPU the same memory
-        self.host_outcomes = torch.zeros(*steps, len(OUTCOMES), pin_memory=self.on_cuda)
+        self.host_outcomes = torch.zeros(slots, self.group_size, len(OUTCOMES), pin_memory=self.on_cuda)
         self.outcomes = self.host_outcomes.to(device)  # on a CPU the same memory
-        self.host_actions = torch.zeros(self.num_envs, dtype=torch.int64, pin_memory=self.on_cuda)
+        self.host_actions = torch.zeros(self.group_size, dtype=torch.int64, pin_memory=self.on_cuda)
         self.actions = self.host_actions.to(device)  # on a CPU the same memory
         self.actions_ready = torch.cuda.Event() if self.on_cuda else HostEvent()
-        self.step = torch.zeros(1, dtype=torch.int64, device=device)  # of the rollout, in which to decide
-        self.decisions = torch.zeros(*steps, len(DECISIONS), device=device)
-        self.batch = torch.zeros(args.num_steps * self.num_envs, len(BATCH), device=device)
+        self.slot = torch.zeros(1, dtype=torch.int64, device=device)  # in which to decide
+        self.decisions = torch.zeros(slots, self.group_size, len(DECISIONS), device=device)
+        self.batch = torch.zeros(args.num_steps * args.num_envs, len(BATCH), device=device)
         # compiled for a CPU, an update is a third faster with channels last; eager, it is slower
         channels_last = self.compile and not self.on_cuda
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -555,24 +565,24 @@ class PPO:
                 setattr(self, name, CudaGraphModule(getattr(self, name), warmup=GRAPH_WARMUP))
 
     def decide(self, clocks):
-        """Sample actions for the observations of step `step`, and count it.
+        """Sample actions for the observations in slot `slot`, and go on to the next one.
 
-        `clocks`, (num_envs, num_actions), are exponential: of independent ones with rates p, the i-th is the first to
+        `clocks`, (group_size, num_actions), are exponential: of independent ones with rates p, the i-th is the first to
         ring with probability p_i.
         """
-        obs = self.obs.index_select(0, self.step).squeeze(0)
+        obs = self.obs.index_select(0, self.slot).squeeze(0)
         logits, values = self.agent(self.weights, obs)
         log_probs = logits.log_softmax(-1)
         actions = (log_probs - clocks.log()).argmax(-1)
         log_prob = log_probs.gather(-1, actions[:, None]).squeeze(-1)
         decisions = torch.stack((actions.float(), log_prob, values), -1)
-        self.decisions.index_copy_(0, self.step, decisions[None])
+        self.decisions.index_copy_(0, self.slot, decisions[None])
         self.actions.copy_(actions)
-        self.step.add_(1)
+        self.slot.add_(1)
 
     def respond(self):
         """What a CUDA graph replays for `observe`: random numbers have to be drawn inside."""
-        self.decide(torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_())
+        self.decide(torch.empty(self.group_size, self.num_actions, device=self.device).exponential_())
 
     def loss(self, weights, obs, columns):
         """Policy loss (equation 7), value loss, entropy, and the log of the probability ratio, (batch,).
@@ -602,7 +612,7 @@ class PPO:
 
     def update_minibatch(self, rows):
         """One step of Adam on the loss of the transitions `rows`, (minibatch,); returns losses from before, by name."""
-        obs = self.obs[:-1].flatten(0, 1).index_select(0, rows).contiguous(memory_format=self.layout)
+        obs = self.obs.flatten(0, 1).index_select(0, rows).contiguous(memory_format=self.layout)
         columns = split_columns(self.batch.index_select(0, rows), BATCH)
         weights = self.weights.detach().requires_grad_()
         policy_loss, value_loss, entropy, log_ratio = self.loss(weights, obs, columns)
@@ -627,12 +637,14 @@ class PPO:
 
         A step leads to the observation of the next step, also at an episode's end: only that step starts the next one.
         """
-        columns = split_columns(self.decisions, DECISIONS) | split_columns(self.outcomes, OUTCOMES)
+        steps = (self.args.num_steps, self.args.num_envs, -1)
+        columns = split_columns(self.decisions.view(steps), DECISIONS)
+        columns |= split_columns(self.outcomes.view(steps), OUTCOMES)
         values = columns["values"]
-        _, last_values = self.agent(self.weights, self.obs[-1])
+        _, last_values = self.agent(self.weights, self.obs[-self.groups :].flatten(0, 1))
         next_values = torch.cat((values[1:], last_values[None]))
-        steps = (columns["rewards"], values, next_values, columns["terminated"], columns["ended"])
-        columns["advantages"] = gae(*steps, self.args.gamma, self.args.gae_lambda)
+        outcomes = (columns["rewards"], values, next_values, columns["terminated"], columns["ended"])
+        columns["advantages"] = gae(*outcomes, self.args.gamma, self.args.gae_lambda)
         columns["returns"] = columns["advantages"] + values
         batch = torch.stack([columns[name] for name in BATCH], -1)
         self.batch.copy_(batch.flatten(0, 1))
@@ -658,31 +670,32 @@ class PPO:
             if self.args.target_kl is not None and self.losses()["approx_kl"] > self.args.target_kl:
                 break
 
-    def write(self, t, obs):
-        """Copy `obs`, numpy, (num_envs, 4, 84, 84), to step `t` of the rollout."""
-        self.host_obs.numpy()[t] = obs
-        self.obs[t].copy_(self.host_obs[t], non_blocking=True)
+    def write(self, slot, obs):
+        """Copy `obs`, numpy, (group_size, 4, 84, 84), to a slot of the rollout."""
+        self.host_obs.numpy()[slot] = obs
+        self.obs[slot].copy_(self.host_obs[slot], non_blocking=True)
 
-    def act(self, t, obs):
-        """Sample actions for `obs`, (num_envs, 4, 84, 84), in step `t`: (num_envs,); both numpy."""
-        self.write(t, obs)
-        if t == 0:
-            self.step.zero_()
+    def act(self, slot, obs):
+        """Sample actions for `obs`, (group_size, 4, 84, 84), the next slot's: (group_size,); both numpy."""
+        self.write(slot, obs)
+        if slot == 0:
+            self.slot.zero_()
         self.respond()
         self.host_actions.copy_(self.actions, non_blocking=True)
         self.actions_ready.record()
         self.actions_ready.synchronize()
         return self.host_actions.numpy().copy()  # envs may keep it, and the next ones are written there
 
-    def record(self, t, rewards, terminated, truncated, is_reset):
-        """Store what step `t` led to, all (num_envs,), as `AtariEnvs.step` returns it."""
+    def record(self, slot, rewards, terminated, truncated, is_reset):
+        """Store what a slot's actions led to, all (group_size,), as `AtariEnvs.step` returns it."""
         outcomes = (rewards, terminated, terminated | truncated, ~is_reset)
-        np.stack(outcomes, -1, self.host_outcomes[t].numpy(), casting="unsafe")
+        np.stack(outcomes, -1, self.host_outcomes[slot].numpy(), casting="unsafe")
 
     def update(self, learning_rate, last_obs):
-        """Learn from the rollout; `last_obs` are those to which its last step led."""
+        """Learn from the rollout; `last_obs`, (num_envs, 4, 84, 84), are those to which its last step led."""
         self.learning_rate.fill_(learning_rate)
-        self.write(self.args.num_steps, last_obs)
+        for slot, obs in enumerate(np.split(last_obs, self.groups), start=len(self.decisions)):
+            self.write(slot, obs)
         self.outcomes.copy_(self.host_outcomes, non_blocking=True)
         self.iterate()
         self.updates += 1
@@ -730,32 +743,65 @@ def check_minibatches(args):
         refuse("num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch}, below it")
 
 
+def check_double_buffer(args):
+    """Refuse halves of an odd number of games."""
+    if args.double_buffer and args.num_envs % 2:
+        refuse("num_envs", args.num_envs, "give an even number, or leave out --double-buffer")
+
+
+def make_groups(args, seed, video_dir=None):
+    """The games, the same ones in a list of one or, with --double-buffer, two; `video_dir` is for the first one."""
+    if not args.double_buffer:
+        return [make_games(args, args.num_envs, seed, video_dir)]
+    half = args.num_envs // 2
+    return [make_games(args, half, seed, video_dir), make_games(args, half, seed + half)]  # envpool counts seeds up
+
+
+def roll_out(learner, groups, obs):
+    """Play a rollout from `obs`, a list of each group's observations, in which the newest ones take their place.
+
+    Yields, after each step, the games' own rewards and which games have ended, (num_envs,) both. The games of one group
+    are stepped while the host is busy with the other group, or with what the step has brought.
+    """
+    for t in range(learner.args.num_steps + 1):
+        rewards, ended = [], []
+        for group, envs in enumerate(groups):
+            slot = t * len(groups) + group
+            if t > 0:
+                obs[group], *outcomes, infos = envs.step(None)
+                learner.record(slot - len(groups), *outcomes, infos["is_reset"])
+                rewards.append(infos["raw_rewards"])
+                ended.append(infos["game_ended"])
+            if t < learner.args.num_steps:
+                envs.unwrapped.send(learner.act(slot, obs[group]))
+        if t > 0:
+            yield np.concatenate(rewards), np.concatenate(ended)
+
+
 def train(args, on_log=lambda learner, losses, step: None):
     """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees each log."""
     device = prepare(args)
     check_minibatches(args)
+    check_double_buffer(args)
     checkpoint = load_resumed(args)
     step = checkpoint["global_step"]
     folder = run_folder(args)
-    envs = make_games(args, args.num_envs, args.seed + step, folder / "videos" if args.capture_video else None)
-    obs, _ = envs.reset()
-    learner = PPO(args, envs, device)
+    groups = make_groups(args, args.seed + step, folder / "videos" if args.capture_video else None)
+    obs = [envs.reset()[0] for envs in groups]
+    learner = PPO(args, groups[0], device)
     restore(args, learner, checkpoint)
-    with Run(args, learner, envs, folder, checkpoint) as run:
+    with Run(args, learner, groups[0], folder, checkpoint) as run:
         while step < args.total_timesteps and not run.stop:
             learning_rate = args.learning_rate
             if args.anneal_lr:
                 learning_rate *= 1 - step / args.total_timesteps
-            for t in range(args.num_steps):
-                next_obs, rewards, terminated, truncated, infos = envs.step(learner.act(t, obs))
-                learner.record(t, rewards, terminated, truncated, infos["is_reset"])
-                obs = next_obs
+            for rewards, ended in roll_out(learner, groups, obs):
                 step += args.num_envs
-                run.advance(step, infos["raw_rewards"], infos["game_ended"], learner.stage)
+                run.advance(step, rewards, ended, learner.stage)
                 if run.stop:
                     break
             else:  # the rollout is complete
-                learner.update(learning_rate, obs)
+                learner.update(learning_rate, np.concatenate(obs))
                 losses = learner.losses()
                 run.log(losses)
                 on_log(learner, losses, step)

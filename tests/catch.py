@@ -74,12 +74,16 @@ class Catch:
             order = self.generator.permuted(order, axis=1)
         return self.frames[np.arange(self.num_envs)[:, None], order]
 
-    def step(self, actions):
-        """Actions are 0 for left, 1 for staying, 2 for right; a game that has ended begins anew instead."""
+    def send(self, actions):
+        """Actions are 0 for left, 1 for staying, 2 for right."""
+        self.actions = actions
+
+    def recv(self):
+        """A game that has ended ignores its action, and begins anew."""
         begins = self.ended
         landing = MIDDLE + LANDING * self.side
         self.ball += (landing - self.ball) / np.maximum(self.remaining, 1)  # 0 where a game has ended
-        self.paddle += PADDLE_STEP * (actions - 1)
+        self.paddle += PADDLE_STEP * (self.actions - 1)
         self.remaining -= 1
         self.frames = np.concatenate((self.frames[:, 1:], self.draw()[:, None]), axis=1)
         landed = (self.remaining == 0) & ~begins

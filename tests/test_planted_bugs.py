@@ -232,8 +232,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "ppo_atari",
         "steps of the rollout counted in Python",
-        "self.step.add_(1)",
-        "self.t = getattr(self, 't', 0) % self.args.num_steps + 1\n        self.step.fill_(self.t)",
+        "self.slot.add_(1)",
+        "self.s = getattr(self, 's', 0) % self.args.num_steps + 1\n        self.slot.fill_(self.s)",
         TRAINING,
     ),
     (
@@ -241,7 +241,7 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "noise drawn outside of the graph",
         'for name in ("respond", *updates):',
         "graph = CudaGraphModule(self.decide, warmup=GRAPH_WARMUP)\n"
-        "            clocks = torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_()\n"
+        "            clocks = torch.empty(self.group_size, self.num_actions, device=self.device).exponential_()\n"
         "            self.respond = partial(graph, clocks)\n"
         "            for name in updates:",
         TRAINING,
@@ -249,8 +249,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "ppo_atari",
         "noise drawn once",
-        "torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_()",
-        "self.__dict__.setdefault('drawn', torch.rand(self.num_envs, self.num_actions, device=self.device))",
+        "torch.empty(self.group_size, self.num_actions, device=self.device).exponential_()",
+        "self.__dict__.setdefault('drawn', torch.rand(self.group_size, self.num_actions, device=self.device))",
         FRESH_NOISE,
     ),
     (
@@ -300,8 +300,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "ppo_atari",
         "observations sent by a copy that waits",
-        "self.obs[t].copy_(self.host_obs[t], non_blocking=True)",
-        "self.obs[t].copy_(self.host_obs[t])",
+        "self.obs[slot].copy_(self.host_obs[slot], non_blocking=True)",
+        "self.obs[slot].copy_(self.host_obs[slot])",
         ACTIONS_ALONE,
     ),
     ("ppo_atari", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+from unittest.mock import patch
 
 import conftest
 import gymnasium as gym
@@ -58,8 +59,11 @@ class ScriptedPool:
     def reset(self):
         return self.observe(), {}
 
-    def step(self, actions):
+    def send(self, actions):
         assert actions.dtype == np.int32 and all(map(self.action_space.contains, actions))
+        self.actions = actions
+
+    def recv(self):
         letters = [next(game) for game in self.games]
         terminated, truncated, game_over = np.array([MEANING[letter] for letter in letters]).T
         raw = np.where(np.array(letters) == "r", self.reset_rewards, self.rewards).astype(np.float32)
@@ -116,11 +120,10 @@ def columns_of(learner, last_obs):
     """The columns of a rollout by name, each (num_steps, num_envs), advantages among them."""
     if hasattr(learner, "storage"):
         return learner.storage | {"advantages": learner.advantages(last_obs)}
-    learner.write(learner.args.num_steps, last_obs)
-    learner.outcomes.copy_(learner.host_outcomes)
-    learner.make_batch()
-    steps = (learner.args.num_steps, learner.num_envs)
-    columns = TURBO.split_columns(learner.outcomes, TURBO.OUTCOMES)
+    with patch.object(learner, "iterate", learner.make_batch):
+        learner.update(0.0, last_obs)
+    steps = (learner.args.num_steps, learner.args.num_envs)
+    columns = TURBO.split_columns(learner.outcomes.view(*steps, -1), TURBO.OUTCOMES)
     return columns | {n: c.view(steps) for n, c in TURBO.split_columns(learner.batch, TURBO.BATCH).items()}
 
 
@@ -273,6 +276,7 @@ def test_turbo_equals_plain(mode, kwargs, monkeypatch):
     """From the same weights and rollouts, all agrees after one iteration (5 minibatches) and after ten (50).
 
     With small steps: Adam's first ones have the full length also where a gradient is hardly more than its rounding.
+    Later gradients differ where rounding decides on which side of 0 a unit is.
     """
     kwargs = {"num_envs": 4, "num_steps": 10, "num_minibatches": 5, "update_epochs": 1} | kwargs
     plain, turbo = make_learner(PLAIN, **kwargs), make_learner(TURBO, **kwargs, **MODES[mode])
@@ -284,8 +288,9 @@ def test_turbo_equals_plain(mode, kwargs, monkeypatch):
         obs = roll_out([plain, turbo], envs, obs)
         for learner in (plain, turbo):
             learner.update(3e-5 * (1 - iteration / 10), obs)
-        if iteration in (0, 9):
-            assert_learners_agree(plain, turbo, {"agent": turbo.agent}, tolerance=3e-5 if iteration == 0 else 1e-4)
+        if iteration == 0:
+            assert_learners_agree(plain, turbo, {"agent": turbo.agent}, tolerance=3e-5)
+    assert_learners_agree(plain, turbo, {"agent": turbo.agent}, tolerance=1e-5, gradient_tolerance=3e-3)
 
 
 def test_turbo_decides_as_plain_does():
@@ -294,7 +299,7 @@ def test_turbo_decides_as_plain_does():
     copy_networks(plain, turbo)
     obs = make_envs(PLAIN, 2).reset()[0]
     actions = torch.from_numpy(turbo.act(3, obs))
-    turbo.step.fill_(3)
+    turbo.slot.fill_(3)
     actions = torch.from_numpy(turbo.act(3, obs))
     with torch.no_grad():
         logits, values = plain.agent(torch.from_numpy(obs))
@@ -399,9 +404,9 @@ class PickTheBrightQuarter(ScriptedPool):
         obs[np.arange(len(self.games)), :, self.quarters // 2, :, self.quarters % 2] = 255
         return obs.reshape(-1, *SHAPE)
 
-    def step(self, actions):
-        right = actions == self.quarters
-        obs, rewards, terminated, truncated, infos = super().step(actions)
+    def recv(self):
+        right = self.actions == self.quarters
+        obs, rewards, terminated, truncated, infos = super().recv()
         rewards = rewards * right
         return obs, rewards, terminated, truncated, infos | {"reward": rewards}
 
@@ -466,6 +471,37 @@ class TestEnvpool:
         assert name != "Brakeout-v5" or "Breakout-v5" in line
         assert not (tmp_path / "runs").exists()
 
+    def test_double_buffering_changes_nothing(self):
+        """Two halves play the games that all play at once, and what they store is in the same order."""
+        noise = torch.rand((3, 12, 4, 4), generator=torch.manual_seed(0))  # by rollout, step, game and action
+        learnt_from = []
+        for double_buffer in (False, True):
+            args = TURBO.Args(num_envs=4, num_steps=12, double_buffer=double_buffer)
+            groups = TURBO.make_groups(args, seed=1)
+            assert len(groups) == 1 + double_buffer
+            torch.manual_seed(1)
+            learner = TURBO.PPO(args, groups[0], torch.device("cpu"))
+            clocks = iter(noise.view(-1, learner.group_size, 4))
+            learner.respond = lambda learner=learner, clocks=clocks: learner.decide(next(clocks))
+            obs = [envs.reset()[0] for envs in groups]
+            for _ in range(3):
+                played = list(TURBO.roll_out(learner, groups, obs))
+                rewards, ended = map(np.stack, zip(*played, strict=True))
+                columns = clones(columns_of(learner, np.concatenate(obs)))
+                columns[".obs"] = learner.obs.reshape(13, 4, *SHAPE).clone()
+                learnt_from.append(columns | {".raw": torch.tensor(rewards), ".game_ended": torch.tensor(ended)})
+        for whole, halves in zip(learnt_from[:3], learnt_from[3:], strict=True):
+            for name, wanted in whole.items():
+                torch.testing.assert_close(halves[name], wanted, rtol=1e-4, atol=1e-5, msg=name)
+        assert len(set(learnt_from[0][".actions"].flatten().tolist())) == 4
+
+    def test_halves_of_an_odd_number_of_games_are_refused(self, tmp_path, capsys):
+        with pytest.raises(SystemExit) as error:
+            TURBO.train(TURBO.Args(num_envs=3, num_minibatches=1, double_buffer=True, run_dir=str(tmp_path / "runs")))
+        (line,) = capsys.readouterr().err.splitlines()
+        assert error.value.code == 2 and line.startswith("error: --num-envs 3: give an even number, ")
+        assert not (tmp_path / "runs").exists()
+
     def test_evaluation_and_export_agree(self, script, tmp_path, capsys, monkeypatch):
         """Whole games with their own rewards are played, and policy.pt2 acts as the policy of the checkpoint."""
         sizes = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 64, "run_dir": str(tmp_path)}
@@ -488,6 +524,7 @@ class TestEnvpool:
 
     def test_videos_show_the_screen(self, script, tmp_path):
         sizes = {"num_envs": 2, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1, "total_timesteps": 100}
+        sizes |= {"double_buffer": True} if script is TURBO else {}
         script.train(script.Args(capture_video=True, run_dir=str(tmp_path), **sizes))
         (folder,) = tmp_path.iterdir()
         assert [video.suffix for video in (folder / "videos").iterdir()][:1] == [".mp4"]

@@ -25,6 +25,7 @@ OTHERS = {  # other settings take other ways through the code
     "ppo_atari": {"num_envs": 3, "target_kl": 1e-4, "norm_adv": False, "clip_vloss": False},
 }
 SETTINGS = [(name, seed, {}) for name in TURBO for seed in (1, 2)] + [(name, 3, OTHERS[name]) for name in TURBO]
+SETTINGS += [("ppo_atari", seed, {"num_envs": 4, "double_buffer": True}) for seed in (1, 2)]
 
 
 def train(script, folder, late, cudagraphs, seed, settings):
