@@ -1,15 +1,22 @@
-"""Collect learning curves from run folders into a CSV file, and draw a CSV file.
+"""Collect learning curves from run folders into a CSV file, add a random policy's returns, and draw a CSV file.
 
-python benchmark/curves.py collect runs/ doc/artifacts/sac_halfcheetah.csv
-python benchmark/curves.py draw doc/artifacts/sac_halfcheetah.csv doc/artifacts/sac_halfcheetah.png
+python benchmark/curves.py collect runs/pong pong.csv --steps 20000
+python benchmark/curves.py random pong.csv --env-id Pong-v5
+python benchmark/curves.py draw pong.csv pong.png
 """
 
 import csv
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = ("exp_name", "env_id", "seed", "step", "episodic_return")
+RANDOM = "random"  # exp_name of the rows of `measure_random`
 
 
 def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], steps: int = 1):
@@ -28,35 +35,83 @@ def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Pa
             returns[config["exp_name"], config["env_id"], config["seed"], step].append(event.value)
     rows = [[*key, f"{sum(values) / len(values):.2f}"] for key, values in sorted(returns.items())]
     with open(output, "w", newline="") as file:
-        columns = ["exp_name", "env_id", "seed", "step", "episodic_return"]
-        csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+
+
+def random_returns(envs, games):
+    """Returns of a uniform random policy in the first `games` games of each environment: (num_envs, games)."""
+    returns = [[] for _ in range(envs.num_envs)]
+    totals = np.zeros(envs.num_envs)
+    envs.reset()
+    while min(map(len, returns)) < games:
+        _, _, _, _, infos = envs.step(envs.action_space.sample())
+        totals += infos["raw_rewards"]
+        for i in infos["game_ended"].nonzero()[0]:
+            returns[i].append(totals[i])
+            totals[i] = 0
+    return np.array([finished[:games] for finished in returns])
+
+
+def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 1, num_envs: int = 8, games: int = 16):
+    """Append the returns of a uniform random policy in whole Atari games to a CSV file: "random", a row of step 0 each.
+
+    Each of `num_envs` environments plays `games` games: the first ones to end anywhere would be the short ones.
+    """
+    sys.path.insert(0, str(ROOT))
+    from leanrl import ppo_atari_envpool as script
+
+    args = script.Args(env_id=env_id, seed=seed, num_envs=num_envs)
+    script.check_args(args)
+    if games < 1:
+        script.refuse("games", games, "give at least 1")
+    envs = script.AtariEnvs(args, num_envs, seed, whole_games=True)
+    envs.action_space.seed(seed)
+    returns = random_returns(envs, games)
+    with open(output, "a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if file.tell() == 0:
+            writer.writerow(COLUMNS)
+        for i, row in enumerate(returns):
+            writer.writerows([RANDOM, env_id, seed + i, 0, f"{value:.2f}"] for value in row)
+    print(f"{returns.size} games: mean return {returns.mean():.2f}, standard deviation {returns.std():.2f}")
 
 
 def draw(data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], window: int = 5):
-    """Draw each experiment's seeds, as moving means over `window` rows, and its mean over seeds."""
+    """Draw each experiment's seeds, as moving means over `window` rows, and its mean over seeds as far as all go.
+
+    The mean of a random policy's returns is a dashed line.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    import numpy as np
 
     runs = defaultdict(lambda: ([], []))
+    random = []
     with open(data) as file:
         for row in csv.DictReader(file):
+            env_id = row["env_id"]
+            episodic_return = float(row["episodic_return"])
+            if row["exp_name"] == RANDOM:
+                random.append(episodic_return)
+                continue
             steps, returns = runs[row["exp_name"], row["seed"]]
             steps.append(int(row["step"]))
-            returns.append(float(row["episodic_return"]))
-            env_id = row["env_id"]
+            returns.append(episodic_return)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     grid = np.linspace(0, max(max(steps) for steps, _ in runs.values()), 200)
     for i, exp_name in enumerate(sorted({exp_name for exp_name, _ in runs})):
         curves = []
         for (name, _), (steps, returns) in runs.items():
             if name == exp_name:
-                smooth = np.convolve(returns, np.ones(window) / window, "valid")
-                axes.plot(steps[window - 1 :], smooth, color=f"C{i}", alpha=0.35, linewidth=1)
-                curves.append(np.interp(grid, steps[window - 1 :], smooth, left=np.nan))
+                width = min(window, len(returns))
+                smooth = np.convolve(returns, np.ones(width) / width, "valid")
+                axes.plot(steps[width - 1 :], smooth, color=f"C{i}", alpha=0.35, linewidth=1)
+                curves.append(np.interp(grid, steps[width - 1 :], smooth, left=np.nan, right=np.nan))
         axes.plot(grid, np.mean(curves, 0), color=f"C{i}", linewidth=2.5, label=f"{exp_name}, {len(curves)} seeds")
+    if random:
+        mean = np.mean(random)
+        axes.axhline(mean, color="black", linestyle="--", label=f"random policy, {len(random)} games: {mean:.1f}")
     axes.set(xlabel="environment steps", ylabel="episodic return (moving mean)", title=env_id)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -64,4 +119,4 @@ def draw(data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], w
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"collect": collect, "draw": draw})
+    tyro.extras.subcommand_cli_from_dict({"collect": collect, "random": measure_random, "draw": draw})

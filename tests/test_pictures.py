@@ -1,0 +1,162 @@
+"""The pictures in the documentation: learning curves, the random policy beside them, what the network gets as input."""
+
+import sys
+
+import conftest
+import matplotlib.image
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from test_benchmark import ROOT
+from test_ppo_atari import SHAPE, ScriptedPool
+
+sys.path.append(str(ROOT / "benchmark"))
+import contact_sheet
+import curves
+
+SCRIPT = conftest.PLAIN["ppo_atari"]
+
+
+class BrightPool(ScriptedPool):
+    """A game with a point in step 2, whose frame of step t has brightness 100 + 2t.
+
+    But for the upper right quarter, 10 - t, and the lower right one, which only moves in step 6.
+    """
+
+    step_now = -1
+
+    def observe(self):
+        self.step_now += 1
+        frames = np.arange(self.step_now - 3, self.step_now + 1)[:, None, None]
+        obs = np.ones((1, *SHAPE), np.uint8) * (100 + 2 * frames).astype(np.uint8)
+        obs[..., :42, 42:] = 10 - frames
+        if self.step_now != 6:
+            obs[..., 42:, 42:] = 200
+        return obs
+
+    def step(self, actions):
+        obs, rewards, terminated, truncated, infos = super().step(actions)
+        infos["reward"][0] = self.step_now == 2
+        return obs, rewards, terminated, truncated, infos
+
+
+@pytest.fixture
+def bright_pool(monkeypatch):
+    monkeypatch.setattr(SCRIPT, "make_pool", lambda *args, **settings: BrightPool(["...l..g"]))
+
+
+def test_contact_sheet_has_the_last_step_of_each_kind(bright_pool):
+    """And of ordinary ones the one with most motion: 6 and not 7."""
+    labels, observations = zip(*contact_sheet.play(SCRIPT.AtariEnvs(SCRIPT.Args(), 1, 0)), strict=True)
+    kinds = {2: "point", 4: "life lost", 5: "reset: next life", 6: "play", 8: "end of the game", 9: "reset: next game"}
+    assert labels == tuple(f"step {t}\n{kind}\nreward {int(t == 2)}" for t, kind in kinds.items())
+    assert [int(obs[3, 0, 0]) for obs in observations] == [100 + 2 * t for t in kinds]
+
+
+def colours(path, rows):
+    """Those in the middle of each quarter of each tile in a picture: (rows, 5, 2, 2, 3), from 0 to 255."""
+    picture = np.rint(matplotlib.image.imread(path)[..., :3] * 255).astype(int)
+    corners = contact_sheet.GAP + (84 + 2 * contact_sheet.GAP) * np.arange(max(rows, 5))
+    points = contact_sheet.SCALE * (corners[:, None] + [21, 63])
+    y, x = contact_sheet.TOP + points[:rows], contact_sheet.LEFT + points[:5]
+    return picture[y[:, None, :, None], x[None, :, None, :]]
+
+
+def test_contact_sheet_shows_frames_from_the_oldest_to_the_newest(bright_pool, tmp_path):
+    contact_sheet.main(contact_sheet.Args(tmp_path / "sheet.png"))
+    steps = np.array([2, 4, 5, 6, 8, 9])
+    found = colours(tmp_path / "sheet.png", len(steps))
+    frames = (steps[:, None] + np.arange(-3, 1))[..., None]
+    assert (found[:, :4, 0, 1] == 10 - frames).all()
+    assert (found[:, :4, 0, 0] == 100 + 2 * frames).all() and (found[:, :4, 1, 0] == 100 + 2 * frames).all()
+    assert (found[:, 4, 0, 1] == [252, 252, 255]).all()  # darker by 3
+    assert (found[:, 4, 0, 0] == [255, 249, 249]).all()  # brighter by 6
+    assert (found[[0, 1, 2, 4, 5], 4, 1, 1] == 255).all()
+
+
+def test_random_policy_plays_as_many_whole_games_in_each_environment(tmp_path, monkeypatch, capsys):
+    """For the game's own rewards; in the second one games are short, and worth 2 a step."""
+    given = []
+
+    def make_pool(args, num_envs, seed, **settings):
+        given.append((args.env_id, num_envs, seed, settings))
+        return ScriptedPool(["..l.gg", "g.t"])
+
+    monkeypatch.setattr(SCRIPT, "make_pool", make_pool)
+    path = tmp_path / "curves.csv"
+    path.write_text("exp_name,env_id,seed,step,episodic_return\nppo,Pong-v5,1,1000,-20.50\n")
+    curves.measure_random(path, "Pong-v5", seed=7, num_envs=2, games=3)
+    settings = {"episodic_life": False, "reward_clip": False, "render_mode": None}
+    assert given == [("Pong-v5", 2, 7, settings)]
+    returns = {7: [5, 1, 5], 8: [2, 4, 2]}
+    rows = [f"random,Pong-v5,{seed},0,{value}.00" for seed, values in returns.items() for value in values]
+    assert path.read_text().splitlines()[1:] == ["ppo,Pong-v5,1,1000,-20.50", *rows]
+    assert capsys.readouterr().out == "6 games: mean return 3.17, standard deviation 1.57\n"
+
+
+def test_a_new_file_of_random_returns_has_a_header(tmp_path, monkeypatch):
+    monkeypatch.setattr(SCRIPT, "make_pool", lambda *args, **settings: ScriptedPool(["g"]))
+    for _ in range(2):
+        curves.measure_random(tmp_path / "curves.csv", "Pong-v5", num_envs=1, games=1)
+    rows = (tmp_path / "curves.csv").read_text().splitlines()
+    assert rows == [",".join(curves.COLUMNS), "random,Pong-v5,1,0,1.00", "random,Pong-v5,1,0,1.00"]
+
+
+@pytest.mark.parametrize(("flag", "value"), [("games", 0), ("num_envs", 0), ("env_id", "Pung-v5")])
+def test_random_policy_refuses(flag, value, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        curves.measure_random(**{"output": tmp_path / "curves.csv", "env_id": "Pong-v5"} | {flag: value})
+    assert capsys.readouterr().err.startswith(f"error: --{flag.replace('_', '-')} {value}: ")
+    assert not (tmp_path / "curves.csv").exists()
+
+
+def write_rows(path, runs):
+    """A CSV file of `runs`: returns of the steps 10, 20, ... by exp_name and seed; those of "random" are of step 0."""
+    rows = [",".join(curves.COLUMNS)]
+    for (exp_name, seed), returns in runs.items():
+        for i, value in enumerate(returns):
+            rows.append(f"{exp_name},Pong-v5,{seed},{0 if exp_name == 'random' else 10 * (i + 1)},{value}")
+    path.write_text("\n".join(rows))
+
+
+def drawn(tmp_path, window, runs):
+    """What `draw` draws of `runs`: points of each seed's line, (rows, 2), and the lines in the legend by label."""
+    write_rows(tmp_path / "curves.csv", runs)
+    curves.draw(tmp_path / "curves.csv", tmp_path / "curves.png", window)
+    assert (tmp_path / "curves.png").stat().st_size
+    lines = plt.gca().lines
+    plt.close()
+    seeds = [line.get_xydata() for line in lines if line.get_label().startswith("_")]
+    return seeds, {line.get_label(): line for line in lines if not line.get_label().startswith("_")}
+
+
+def test_a_mean_of_curves_goes_as_far_as_all_of_them(tmp_path):
+    """Seed 1 is 10 rows long, seed 2 only 6: to step 60."""
+    runs = {("ppo", 1): np.arange(1, 11), ("ppo", 2): np.arange(3, 9), ("other", 1): np.full(10, 5)}
+    _, lines = drawn(tmp_path, 2, runs)
+    assert set(lines) == {"ppo, 2 seeds", "other, 1 seeds"}
+    x, y = lines["ppo, 2 seeds"].get_data()
+    there = (x >= 20) & (x <= 60)
+    np.testing.assert_allclose(y[there], x[there] / 10 + 0.5)
+    assert np.isnan(y[~there]).all() and 0 < there.sum() < len(x)
+    assert x[-1] == 100 and lines["other, 1 seeds"].get_ydata()[-1] == 5
+
+
+def test_a_run_of_fewer_rows_than_the_window_is_averaged_whole(tmp_path):
+    (short, long), _ = drawn(tmp_path, 5, {("ppo", 1): [1, 2, 6], ("ppo", 2): np.arange(10)})
+    np.testing.assert_allclose(short, [[30, 3]])
+    np.testing.assert_allclose(long, [[step, step / 10 - 3] for step in range(50, 101, 10)])
+
+
+def test_a_random_policy_is_a_dashed_line(tmp_path):
+    seeds, lines = drawn(tmp_path, 2, {("ppo", 1): np.arange(10), ("random", 1): [1, 2], ("random", 2): [4.5]})
+    assert len(seeds) == 1 and set(lines) == {"ppo, 1 seeds", "random policy, 3 games: 2.5"}
+    line = lines["random policy, 3 games: 2.5"]
+    assert line.get_linestyle() == "--" and list(line.get_ydata()) == [2.5, 2.5]
+
+
+@pytest.mark.parametrize("data", sorted((ROOT / "doc" / "artifacts").glob("*.csv")), ids=lambda path: path.stem)
+def test_what_was_measured_can_be_drawn(data, tmp_path):
+    curves.draw(data, tmp_path / "curves.png")
+    plt.close()
+    assert (tmp_path / "curves.png").stat().st_size > 20_000
