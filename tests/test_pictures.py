@@ -34,8 +34,8 @@ class BrightPool(ScriptedPool):
             obs[..., 42:, 42:] = 200
         return obs
 
-    def step(self, actions):
-        obs, rewards, terminated, truncated, infos = super().step(actions)
+    def recv(self):
+        obs, rewards, terminated, truncated, infos = super().recv()
         infos["reward"][0] = self.step_now == 2
         return obs, rewards, terminated, truncated, infos
 
