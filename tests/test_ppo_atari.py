@@ -522,6 +522,32 @@ class TestEnvpool:
             actions = exported(obs)
             assert actions.shape == (batch,) and torch.equal(actions, policy(obs))
 
+    def check_a_run_of_breakout(self, script, run_dir, **flags):
+        """2048 steps, after which games have ended, and the policy has changed but can still be anything."""
+        sizes = {"num_steps": 64, "update_epochs": 1, "total_timesteps": 2048, "measure_burnin": 0}
+        logged = []
+        script.train(
+            script.Args(run_dir=str(run_dir), **sizes, **flags), lambda learner, losses, step: logged.append(losses)
+        )
+        (folder,) = run_dir.iterdir()
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["global_step"] == 2048 and summary["episodes"] > 0 and summary["steady_sps"] > 0
+        assert all(value in range(20) for value in scalars(folder, "charts/episodic_return"))
+        entropies = [losses["entropy"] for losses in logged]
+        assert entropies[0] == pytest.approx(np.log(4), abs=1e-3) and 1 < entropies[-1] < entropies[0]
+
+    def test_a_run_of_the_plain_script(self, tmp_path):
+        self.check_a_run_of_breakout(PLAIN, tmp_path, cuda=False)
+
+    @pytest.mark.parametrize("flags", [{}, {"compile": True, "double_buffer": True}], ids=["eager", "compile"])
+    def test_a_run_on_the_cpu(self, flags, tmp_path):
+        self.check_a_run_of_breakout(TURBO, tmp_path, cuda=False, **flags)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("mode", ["cudagraphs", "compile+cudagraphs"])
+    def test_a_run_with_graphs(self, mode, tmp_path):
+        self.check_a_run_of_breakout(TURBO, tmp_path, **MODES[mode], double_buffer=True)
+
     def test_videos_show_the_screen(self, script, tmp_path):
         sizes = {"num_envs": 2, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1, "total_timesteps": 100}
         sizes |= {"double_buffer": True} if script is TURBO else {}
