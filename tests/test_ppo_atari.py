@@ -534,7 +534,7 @@ class TestEnvpool:
         assert summary["global_step"] == 2048 and summary["episodes"] > 0 and summary["steady_sps"] > 0
         assert all(value in range(20) for value in scalars(folder, "charts/episodic_return"))
         entropies = [losses["entropy"] for losses in logged]
-        assert entropies[0] == pytest.approx(np.log(4), abs=1e-3) and 1 < entropies[-1] < entropies[0]
+        assert entropies[0] == pytest.approx(np.log(4), abs=1e-3) and 1 < entropies[-1] < np.log(4) - 1e-5
 
     def test_a_run_of_the_plain_script(self, tmp_path):
         self.check_a_run_of_breakout(PLAIN, tmp_path, cuda=False)
