@@ -1,7 +1,7 @@
 """Count what an environment step and an update launch, copy and wait for: costs that no busy machine can hide.
 
     python benchmark/launches.py          # count, and print the table
-    python benchmark/launches.py --write  # two minutes; also rewrite launches.json and the table in doc/speed.md
+    python benchmark/launches.py --write  # three minutes; also rewrite launches.json and the table in doc/speed.md
 
 What is counted is `train` itself, in steady state and with the scripts' defaults, save for a small replay buffer, an
 early start of learning and, for DQN, no random actions. Eager code and CUDA graphs run on the emulated CUDA device of
@@ -33,18 +33,20 @@ from emulated_cuda import emulated_cuda, tensors_in, traits  # noqa: E402
 
 DATA = ROOT / "benchmark" / "launches.json"
 PAGE = ROOT / "doc" / "speed.md"
-MATMULS = ("mm", "addmm", "bmm", "baddbmm")
+MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 MODES = {"eager": {}, "cudagraphs": {"cudagraphs": True}, "compile": {"compile": True, "cuda": False}}
 EARLY = {"learning_starts": 190, "buffer_size": 1000}
-RUNS = {  # flags, and how many steps to count: whole periods of all that is not done in each step
-    "sac_continuous_action": (EARLY, 100),
-    "td3_continuous_action": (EARLY, 100),
-    "ppo_continuous_action": ({}, 2048),
-    "dqn": (EARLY | {"start_e": 0.0, "end_e": 0.0}, 500),
+RUNS = {  # name, flags, and how many steps to count: whole periods of all that is not done in each step
+    "sac_continuous_action": ("SAC", EARLY, 100),
+    "td3_continuous_action": ("TD3", EARLY, 100),
+    "ppo_continuous_action": ("PPO", {}, 2048),
+    "ppo_atari_envpool": ("PPO, Atari", {}, 128),
+    "dqn": ("DQN", EARLY | {"start_e": 0.0, "end_e": 0.0}, 500),
 }
 PARTS = ("update", "update_target", "losses")  # methods that are counted by themselves; all else is the step
 MARKERS = ("<!-- launches.py writes from here", "<!-- to here -->")
 WIDE = ("sac_continuous_action", "td3_continuous_action")  # whose updates' matmuls are 256 by 256 by 256 or so
+IMAGES = ("ppo_atari_envpool",)  # whose convolutions nobody has timed
 NODE_US, MATMUL_US = (2, 2.5), (5, 6)  # an estimate for an H100-class card, see doc/speed.md
 COLUMNS = ("operators", "matmuls", "kernels", "replays", "nodes", "h2d", "h2d bytes", "d2h", "d2h bytes", "waits")
 
@@ -60,7 +62,10 @@ class Counted(Exception):
 
 
 class Steady:
-    """The `on_log` that counts `steps` steps from the first log after warm-up, and then ends the run."""
+    """The `on_log` that counts `steps` steps from the first log after warm-up, and then ends the run.
+
+    A step is one of all environments together.
+    """
 
     def __init__(self, counts, steps):
         self.counts = counts
@@ -70,6 +75,7 @@ class Steady:
         self.calls = Counter(step=steps)
 
     def __call__(self, learner, losses, step):
+        step //= learner.args.num_envs  # from transitions to steps
         if self.begin is None and learner.stage == "training":
             self.begin = step
             for name in PARTS:
@@ -94,7 +100,7 @@ class Steady:
         return call
 
     def per_call(self):
-        """Counts of one call of each part, by part, and how many calls of it there are for an environment step."""
+        """Counts of one call of each part, by part, and how many calls of it there are for a step."""
         return {
             part: {"calls per step": per(self.calls[part], self.steps)}
             | {name: per(counts[name], self.calls[part]) for name in COLUMNS if counts[name]}
@@ -108,7 +114,7 @@ def per(count, calls):
 
 
 class Operators(TorchDispatchMode):
-    """Counts matmuls and, where there is no device that does it, operators, those that compiled code calls too."""
+    """Counts matmuls, convolutions and, where no device does it, operators, those that compiled code calls too."""
 
     def __init__(self, counts, on_device):
         super().__init__()
@@ -163,7 +169,7 @@ def counted_kernels(counts):
 def count(algo, mode):
     """What `train` does in steady state, by part: see `Steady.per_call`."""
     script = importlib.import_module(f"leanrl.{algo}_torchcompile")
-    flags, steps = RUNS[algo]
+    _, flags, steps = RUNS[algo]
     with contextlib.ExitStack() as stack:
         if mode == "compile":
             counts = Counter()
@@ -205,7 +211,9 @@ def cell(parts, name, nbytes=None):
 
 
 def microseconds(algo, parts, matmuls):
-    """What a card is expected to compute in a step, as "from to": `matmuls` are those of an update."""
+    """What a card is expected to compute in a step, as "from to"; nothing for images. `matmuls`: those of an update."""
+    if algo in IMAGES:
+        return ""
     wide = matmuls * (algo in WIDE)
     launches = ("operators", "kernels", "nodes")
     times = []
@@ -229,12 +237,13 @@ def row(name, algo, mode, modes):
 def table(data):
     """A Markdown table: in each cell an update + an environment step."""
     lines = [
-        "| update + step | mode | operators | fused kernels | graph replays | operators in graphs | matmuls among all "
-        "| copies in | copies out | waits | GPU, us per step (estimate) |",
+        "| update + step | mode | operators | fused kernels | graph replays | operators in graphs "
+        "| matmuls and convolutions among all | copies in | copies out | waits | GPU, us per step (estimate) |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for algo, modes in data["scripts"].items():
-        lines += [row(algo.split("_")[0].upper(), algo, mode, modes) for mode in modes]
+        name, *_ = RUNS[algo]
+        lines += [row(name, algo, mode, modes) for mode in modes]
         earlier = data["leanrl_2024"]["scripts"][algo]
         lines += [row("LeanRL of 2024", algo, mode, earlier) for mode in earlier]
     return "\n".join(lines)
