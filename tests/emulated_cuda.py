@@ -375,6 +375,9 @@ class DeviceTensor(torch.Tensor):
             copy._is_param = True
         return copy
 
+    def __reduce_ex__(self, protocol):
+        return self.cpu().__reduce_ex__(protocol)  # as torch.save does it
+
     def __repr__(self):
         return f"DeviceTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -720,15 +723,16 @@ def emulated_cuda(late=True, seed=0):
         "set_sync_debug_mode": device.set_sync_debug_mode,
     }
     saved = {name: getattr(torch.cuda, name) for name in stand_ins}
-    export = torch.export.export
+    export, from_dlpack = torch.export.export, torch.from_dlpack
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
     torch.export.export = outside(export)
+    torch.from_dlpack = lambda x: x.detach() if isinstance(x, DeviceTensor) else from_dlpack(x)
     try:
         with Functions(), Operators():
             yield device
     finally:
         DEVICE = outer
-        torch.export.export = export
+        torch.export.export, torch.from_dlpack = export, from_dlpack
         for name, original in saved.items():
             setattr(torch.cuda, name, original)

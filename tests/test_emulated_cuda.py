@@ -1,6 +1,7 @@
 """The rules of the emulated CUDA device, one by one, on small functions."""
 
 import copy
+import io
 
 import numpy as np
 import pytest
@@ -558,6 +559,16 @@ class TestTensors:
         assert out.tolist() == [4, 8]
         assert out.copy_(0.5).tolist() == [0.5, 0.5]
         assert torch.arange(5.0, device="cuda")[torch.tensor([1, 3])].tolist() == [1, 3]
+
+    def test_tensors_are_saved_as_their_values(self, device):
+        """Also those that share memory by DLPack."""
+        x = torch.arange(4, device="cuda")
+        shared = torch.from_dlpack(x[1:3])
+        x.add_(1)
+        file = io.BytesIO()
+        torch.save([x, shared], file)
+        file.seek(0)
+        assert [tensor.tolist() for tensor in torch.load(file, weights_only=True)] == [[1, 2, 3, 4], [2, 3]]
 
     def test_it_says_where_it_is(self, device):
         x = ones(2)

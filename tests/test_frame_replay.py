@@ -1,0 +1,298 @@
+"""FrameReplay against a buffer that keeps whole stacks: envpool's streams and ones like them, checkpoints, CUDA."""
+
+import io
+import itertools
+from collections import deque
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from leanrl import dqn_atari
+from leanrl.dqn_atari import FrameReplay
+
+CPU = torch.device("cpu")
+SMALL = (4, 3, 2)
+ATARI = (4, 84, 84)
+
+
+class StackReplay:
+    """Every transition with both of its stacks, as they came. Those of the newest vector steps can be drawn."""
+
+    def __init__(self, size, num_envs):
+        self.steps = deque(maxlen=size // num_envs)
+
+    def begin(self, obs):
+        self.steps.append([])
+        self.obs = obs
+
+    def store(self, obs, actions, rewards, terminated, is_reset):
+        rows = zip(self.obs, obs, actions, rewards, terminated, strict=True)
+        self.steps.append([row for row, reset in zip(rows, is_reset, strict=True) if not reset])
+        self.obs = obs
+
+    def columns(self):
+        """All transitions that can be drawn, from the oldest to the newest, by name."""
+        names = ("obs", "next_obs", "actions", "rewards", "terminated")
+        columns = zip(*itertools.chain(*self.steps), strict=True)
+        return {name: np.stack(column) for name, column in zip(names, columns, strict=True)}
+
+
+class Streams:
+    """Environments that stack frames as envpool does. Frames are small and all of one colour; many repeat the last one.
+
+    Lives and games are short. `ended` is what the last step of each environment ended: "", "life", "game", by a game
+    over, or "time". The step behind it is a reset. Now and then a lost life is followed by a new game, as in envpool.
+    """
+
+    def __init__(self, num_envs, seed=0):
+        self.generator = np.random.default_rng(seed)
+        self.num_envs = num_envs
+        self.frames = 0
+
+    def frame(self):
+        self.frames += 1
+        return np.full(SMALL[1:], self.frames % 256, np.uint8)
+
+    def reset(self):
+        self.ended = [""] * self.num_envs
+        self.obs = np.stack([np.stack([self.frame()] * SMALL[0]) for _ in range(self.num_envs)])
+        return self.obs
+
+    def step(self):
+        """Arguments for `store`."""
+        is_reset = np.array(self.ended) != ""
+        obs = []
+        for i, ended in enumerate(self.ended):
+            stands_still = self.generator.random() < 0.3
+            newest = self.obs[i, -1] if stands_still else self.frame()
+            starts_game = ended in ("game", "time") or (ended == "life" and self.generator.random() < 0.2)
+            obs.append(np.stack([newest] * SMALL[0] if starts_game else [*self.obs[i, 1:], newest]))
+        self.obs = np.stack(obs)
+        ends = self.generator.choice(["", "life", "game", "time"], self.num_envs, p=[0.8, 0.12, 0.04, 0.04])
+        self.ended = np.where(is_reset, "", ends).tolist()
+        terminated = np.isin(self.ended, ("life", "game"))
+        actions = self.generator.integers(0, 18, self.num_envs)
+        rewards = self.generator.normal(size=self.num_envs).astype(np.float32)
+        return self.obs, actions, rewards, terminated, is_reset
+
+
+def make_replay(size, num_envs, shape=SMALL, device=CPU, storage=None):
+    return FrameReplay(size, num_envs, shape, device, storage or device)
+
+
+def begin(buffers, streams):
+    obs = streams.reset()
+    for buffer in buffers:
+        buffer.begin(obs)
+
+
+def advance(buffers, streams, steps=1):
+    for _ in range(steps):
+        step = streams.step()
+        for buffer in buffers:
+            buffer.store(*step)
+
+
+def draw_all(replay, count):
+    """What `sample` returns if each of `count` transitions is drawn once, from the oldest to the newest; numpy."""
+    uniform = (torch.arange(count, dtype=torch.float64, device=replay.storage) + 0.5) / count
+    return {name: column.cpu().numpy() for name, column in replay.sample(uniform).items()}
+
+
+def assert_same_transitions(replay, naive):
+    """The same can be drawn from both, bit by bit, and nothing else."""
+    wanted = naive.columns()
+    got = draw_all(replay, len(wanted["actions"]))
+    assert got.keys() == wanted.keys()
+    for name, column in got.items():
+        assert np.array_equal(column, wanted[name]), name
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("size", "num_envs"), [(2, 1), (3, 1), (50, 1), (16, 8), (50, 3), (100, 16)])
+def test_transitions_come_out_as_they_went_in(size, num_envs, seed):
+    """After each of the steps in which the ring is filled and overwritten several times."""
+    replay, naive, streams = make_replay(size, num_envs), StackReplay(size, num_envs), Streams(num_envs, seed)
+    begin((replay, naive), streams)
+    for _ in range(max(100, 8 * replay.rows)):
+        advance((replay, naive), streams)
+        assert_same_transitions(replay, naive)
+
+
+def test_streams_have_all_that_can_go_wrong():
+    """What ended before a step, and its stack: the one before moved on or not, one frame four times or not."""
+    streams, seen = Streams(10), set()
+    streams.reset()
+    for _ in range(500):
+        before, ended = streams.obs, streams.ended
+        obs, *_ = streams.step()
+        moved_on = (obs[:, :-1] == before[:, 1:]).all((1, 2, 3))
+        one_frame = (obs == obs[:, :1]).all((1, 2, 3))
+        seen |= set(zip(ended, moved_on.tolist(), one_frame.tolist(), strict=True))
+    of_play = {("", True, False), ("", True, True)}
+    of_lives = {("life", True, False), ("life", True, True), ("life", False, True)}
+    of_games = {(end, moved_on, True) for end in ("game", "time") for moved_on in (False, True)}
+    assert seen == of_play | of_lives | of_games
+
+
+LIFE, NEW_GAME_IN_LIFE, GAME, TIME = ("life", True), ("life", False), ("game", False), ("time limit", False)
+
+
+@pytest.mark.parametrize(
+    ("game", "settings", "sights"),
+    [
+        ("Breakout-v5", {}, {LIFE, GAME}),
+        ("Breakout-v5", {"max_episode_steps": 40}, {LIFE, TIME}),
+        ("Pong-v5", {"max_episode_steps": 60}, {TIME}),
+        ("SpaceInvaders-v5", {"noop_max": 1500, "max_episode_steps": 150}, {LIFE, NEW_GAME_IN_LIFE}),
+    ],
+)
+def test_stacks_are_envpools(game, settings, sights, monkeypatch):
+    """`sights` are what has ended an episode, and whether the next one's first stack has gone on.
+
+    In the last case games are lost while a life begins with many actions that do nothing.
+    """
+    monkeypatch.setattr(dqn_atari, "make_pool", partial(dqn_atari.make_pool, **settings))
+    envs = dqn_atari.AtariEnvs(dqn_atari.Args(env_id=game), 4, seed=1)
+    replay, naive = make_replay(150, 4, ATARI), StackReplay(150, 4)
+    generator, seen, ended = np.random.default_rng(0), set(), [""] * 4
+    obs, _ = envs.reset()
+    for buffer in (replay, naive):
+        buffer.begin(obs)
+    for step in range(600):
+        actions = generator.integers(0, envs.single_action_space.n, 4)
+        next_obs, rewards, terminated, truncated, infos = envs.step(actions)
+        for buffer in (replay, naive):
+            buffer.store(next_obs, actions, rewards, terminated, infos["is_reset"])
+        if step % 30 == 29:
+            assert_same_transitions(replay, naive)
+        goes_on = (next_obs[:, :-1] == obs[:, 1:]).all((1, 2, 3)).tolist()
+        seen |= {sight for sight in zip(ended, goes_on, strict=True) if sight[0]}
+        lost = np.where(infos["game_ended"], "game", "life")
+        ended = np.where(terminated, lost, np.where(truncated, "time limit", "")).tolist()
+        obs = next_obs
+    envs.close()
+    assert sights <= seen <= {LIFE, NEW_GAME_IN_LIFE, GAME, TIME}
+
+
+def test_only_resets_are_not_drawn_and_all_others_with_equal_probability():
+    """The numbers that draw are cut into one piece of the same length for each transition, at both ends too."""
+    replay, naive, streams = make_replay(60, 3), StackReplay(60, 3), Streams(3)
+    begin((replay, naive), streams)
+    advance((replay, naive), streams, 70)
+    rewards = naive.columns()["rewards"]
+    count = len(rewards)
+    assert len(set(rewards)) == count < 60
+    uniform = np.random.default_rng(0).random(20_000)
+    uniform[:2] = 0, np.nextafter(1, 0)
+    drawn = replay.sample(torch.from_numpy(uniform))["rewards"].numpy()
+    assert np.array_equal(drawn, rewards[(uniform * count).astype(int)])
+
+
+@pytest.mark.parametrize("num_envs", [1, 8, 256])
+def test_a_million_transitions_take_7_gigabytes(num_envs):
+    replay = make_replay(10**6, num_envs, ATARI, torch.device("meta"))
+    assert replay.size > 10**6 - num_envs
+    assert 84 * 84 * 10**6 < replay.nbytes() < 7.2e9
+
+
+def reload(replay):
+    """The state of a buffer as it comes back from a file, and the size of that."""
+    file = io.BytesIO()
+    torch.save(replay.state_dict(), file)
+    size = file.tell()
+    file.seek(0)
+    return torch.load(file, weights_only=True), size
+
+
+@pytest.mark.parametrize("begins_anew", [False, True])
+@pytest.mark.parametrize("piece", [7, 2**15])
+@pytest.mark.parametrize("steps", [0, 5, 33, 200])
+def test_a_restored_buffer_goes_on(steps, piece, begins_anew, monkeypatch):
+    """With the same games, or with new ones, as in a run that is resumed."""
+    monkeypatch.setattr(FrameReplay, "PIECE", piece)
+    replay, restored, naive, streams = make_replay(100, 3), make_replay(100, 3), StackReplay(100, 3), Streams(3)
+    begin((replay, naive), streams)
+    advance((replay, naive), streams, steps)
+    state, _ = reload(replay)
+    restored.load_state_dict(state)
+    if steps:
+        assert_same_transitions(restored, naive)
+    if begins_anew:
+        begin((restored, naive), streams)
+    for _ in range(100):
+        advance((restored, naive), streams)
+        assert_same_transitions(restored, naive)
+
+
+def test_a_checkpoint_has_what_is_stored_and_is_no_copy():
+    """The pieces are the buffer's own memory, and torch.save writes no more than them."""
+    replay, streams = make_replay(10**6, 2), Streams(2)
+    begin([replay], streams)
+    advance([replay], streams, 30)
+    state = replay.state_dict()
+    first = state["frames"][0]
+    assert first.data_ptr() == replay.frames.data_ptr() and first.untyped_storage().nbytes() == 31 * 2 * 6
+    _, size = reload(replay)
+    assert size < 10_000
+
+
+def test_pieces_are_small():
+    """So that of a buffer on a device no more is on the host at a time."""
+    replay = make_replay(2 * FrameReplay.PIECE, 1)
+    replay.written.fill_(10**9)
+    pieces = replay.state_dict()["frames"]
+    assert [len(piece) for piece in pieces] == [FrameReplay.PIECE, FrameReplay.PIECE, 4]
+    assert all(piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces)
+
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.gpu
+class TestOnCuda:
+    def test_a_graph_writes_and_draws_and_nothing_waits(self):
+        replay, naive, streams = make_replay(50, 3, device=CUDA), StackReplay(50, 3), Streams(3)
+        begin((replay, naive), streams)
+        inputs = [torch.as_tensor(values, device=CUDA) for values in streams.step()]
+        uniform = torch.rand(100, dtype=torch.float64)
+        on_device = uniform.to(CUDA)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            replay.store(*inputs)
+            replay.sample(on_device)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replay.store(*inputs)
+            columns = replay.sample(on_device)
+        for step in range(100):
+            values = streams.step()
+            naive.store(*values)
+            for tensor, array in zip(inputs, values, strict=True):
+                tensor.copy_(torch.from_numpy(array))
+            graph.replay()
+            if step >= 20:  # the one from before capture cannot be drawn any more
+                wanted = naive.columns()
+                rows = (uniform * len(wanted["actions"])).long().numpy()
+                for name, column in columns.items():
+                    assert np.array_equal(column.cpu().numpy(), wanted[name][rows]), name
+
+    @pytest.mark.parametrize("storage", [CPU, CUDA])
+    def test_batches_and_checkpoints(self, storage, monkeypatch):
+        """Batches are on the device wherever the buffer is; what is saved on one comes back on the other."""
+        monkeypatch.setattr(FrameReplay, "PIECE", 16)
+        replay, naive, streams = make_replay(50, 3, SMALL, CUDA, storage), StackReplay(50, 3), Streams(3)
+        begin((replay, naive), streams)
+        advance((replay, naive), streams, 40)
+        columns = replay.sample(torch.zeros(5, dtype=torch.float64, device=storage))
+        assert all(column.is_cuda for column in columns.values())
+        assert_same_transitions(replay, naive)
+        state, _ = reload(replay)
+        restored = make_replay(50, 3, SMALL, CUDA, CPU if storage == CUDA else CUDA)
+        restored.load_state_dict(state)
+        advance((restored, naive), streams, 10)
+        assert_same_transitions(restored, naive)
