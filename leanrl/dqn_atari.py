@@ -231,13 +231,19 @@ class AtariEnvs(gym.vector.VectorEnv):
         obs, _ = self.pool.reset()
         return obs, {}
 
-    def step(self, actions):
-        """As any vector environment, for actions (num_envs,). All infos are (num_envs,).
+    def send(self, actions):
+        """Begin a step, which envpool's threads make."""
+        self.pool.send(actions.astype(np.int32))
 
-        raw_rewards: the game's; game_ended: by a game over or its time limit; is_reset: the step has ignored the action
-        and has started an episode.
+    def step(self, actions):
+        """As any vector environment, for actions (num_envs,), or None in a step that `send` has begun.
+
+        Infos, each (num_envs,), are raw_rewards: the game's; game_ended: by a game over or its time limit; is_reset:
+        the step has ignored the action and has started an episode.
         """
-        obs, rewards, terminated, truncated, infos = self.pool.step(actions.astype(np.int32))
+        if actions is not None:
+            self.send(actions)
+        obs, rewards, terminated, truncated, infos = self.pool.recv()
         game_over = infos["terminated"].astype(bool)
         game_ended = game_over | truncated
         terminated = terminated | game_over  # a game over in the last step that is allowed is called truncated
