@@ -1,0 +1,1055 @@
+"""Soft Actor-Critic for discrete actions (Christodoulou 2019, arXiv:1910.07207) for Atari in plain PyTorch.
+
+The reading copy: `SAC.update` reads like the paper. `FrameReplay` is a replay buffer that stores each frame once, in bytes: a class that
+stands alone. The algorithm, hyper-parameters and defaults are CleanRL's.
+
+    python leanrl/sac_atari.py --env-id BeamRider-v5
+"""
+
+import copy
+import difflib
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector.utils import batch_space
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+SCRIPT = Path(__file__).stem
+THREADS = 0
+LOG_INTERVAL = 100  # vector steps between two logs of the losses
+NUM_CRITICS = 2
+ADAM_EPS = 1e-4
+MEMORY_SHARE = 0.9  # of a device's or the host's memory that the replay buffer may take
+
+
+@dataclass
+class RunArgs:
+    exp_name: str = SCRIPT
+    """name of the experiment, part of the run's folder name"""
+    seed: int = 1
+    """seed of the environments, the action space, numpy and torch"""
+    run_dir: str = "runs"
+    """folder that receives one folder per run"""
+    checkpoint_interval: int = 0
+    """environment steps between two checkpoints (0: only the one that ends every run)"""
+    resume: str | None = None
+    """checkpoint, or folder of a run, to continue up to --total-timesteps; its flags are the defaults"""
+    evaluate: str | None = None
+    """checkpoint, or folder of a run, whose deterministic policy to evaluate instead of training"""
+    eval_episodes: int = 10
+    """episodes of an evaluation"""
+    export: str | None = None
+    """checkpoint, or folder of a run, beside which to write policy.pt2 instead of training"""
+    capture_video: bool = False
+    """record mp4 videos of the first environment into the run's folder"""
+    track: bool = False
+    """also log to Weights & Biases"""
+    wandb_project_name: str = "leanrl"
+    """wandb project"""
+    wandb_entity: str | None = None
+    """wandb team"""
+    cuda: bool = True
+    """use a CUDA device if there is one"""
+    threads: int = THREADS
+    """threads for computing on the CPU (0: torch's choice)"""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """precision of float32 matmuls: high allows TF32, in convolutions too, medium bfloat16"""
+    torch_deterministic: bool = True
+    """ask cuDNN for deterministic kernels"""
+    measure_burnin: int = 100
+    """environment steps between the end of warm-up and the start of the speed measurement"""
+
+
+@dataclass
+class EnvironmentArgs:
+    env_id: str = "BeamRider-v5"
+    """Atari game, by envpool's name"""
+    total_timesteps: int = 5_000_000
+    """environment steps (transitions) of the whole run, each of four frames"""
+    num_envs: int = 1
+    """games that step together, one transition each"""
+
+
+@dataclass
+class AlgorithmArgs:
+    buffer_size: int = 1_000_000
+    """transitions in the replay buffer, 7.1 GB for a million: on the device if it fits, else in the host's memory"""
+    checkpoint_replay: bool = True
+    """save the replay buffer in checkpoints; a run that is resumed without it fills it again before it learns"""
+    gamma: float = 0.99
+    """discount factor"""
+    tau: float = 1.0
+    """how far a target network update moves towards the critics"""
+    batch_size: int = 64
+    """transitions in an update"""
+    learning_starts: int = 20_000
+    """environment steps with uniformly random actions, before the first update"""
+    policy_lr: float = 3e-4
+    """learning rate of the actor"""
+    q_lr: float = 3e-4
+    """learning rate of the critics and of the entropy coefficient"""
+    update_frequency: int = 4
+    """environment steps from one update to the next"""
+    target_network_frequency: int = 8000
+    """environment steps from one target network update to the next"""
+    alpha: float = 0.2
+    """entropy coefficient with --no-autotune"""
+    autotune: bool = True
+    """tune the entropy coefficient, towards --target-entropy-scale of the largest entropy"""
+    target_entropy_scale: float = 0.89
+    """the entropy to tune towards, as a share of the largest, log(number of actions)"""
+
+
+@dataclass
+class Args(AlgorithmArgs, EnvironmentArgs, RunArgs):
+    """All flags of this script; a new one goes into a class above, and its range into LIMITS."""
+
+
+LIMITS = {  # the numbers with which a run can work, from smallest to largest
+    "seed": (0, 2**32 - 1),
+    "checkpoint_interval": (0, 1e12),
+    "eval_episodes": (1, 1e12),
+    "threads": (0, 1024),
+    "measure_burnin": (0, 1e12),
+    "total_timesteps": (1, 1e12),
+    "num_envs": (1, 256),
+    "buffer_size": (1, 1e12),
+    "gamma": (0, 1),
+    "tau": (0, 1),
+    "batch_size": (1, 1e12),
+    "learning_starts": (0, 1e12),
+    "policy_lr": (1e-12, 1),
+    "q_lr": (1e-12, 1),
+    "update_frequency": (1, 1e12),
+    "target_network_frequency": (1, 1e12),
+    "alpha": (1e-12, 1e12),
+    "target_entropy_scale": (0, 1),
+}
+STRUCTURAL = ("env_id", "num_envs", "buffer_size")  # flags that cannot change when a checkpoint is used
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Networks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def kaiming(layer):
+    """The layer, with weights as He et al. 2015 (arXiv:1502.01852) draw them, and no bias, at first."""
+    nn.init.kaiming_normal_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class AtariNetwork(nn.Module):
+    """The convolutional network of Mnih et al. 2015. An actor's outputs are logits, a critic's are values."""
+
+    def __init__(self, num_actions):
+        super().__init__()
+        self.net = nn.Sequential(
+            kaiming(nn.Conv2d(4, 32, 8, stride=4)),
+            nn.ReLU(),
+            kaiming(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(),
+            kaiming(nn.Conv2d(64, 64, 3)),
+            nn.ReLU(),
+            nn.Flatten(),
+            kaiming(nn.Linear(64 * 7 * 7, 512)),
+            nn.ReLU(),
+            kaiming(nn.Linear(512, num_actions)),
+        )
+
+    def forward(self, obs):
+        """A number for each action, (batch, num_actions), of obs, (batch, 4, 84, 84), in bytes."""
+        return self.net(obs / 255)
+
+
+class Policy(nn.Module):
+    """What `--evaluate` plays and policy.pt2 holds: the likeliest action, (batch, 4, 84, 84), bytes, to (batch,)."""
+
+    def __init__(self, actor):
+        super().__init__()
+        self.actor = actor
+
+    def forward(self, obs):
+        return self.actor(obs).argmax(-1)
+
+
+def make_policy(envs, state):
+    """The deterministic policy of a learner's `state_dict`, on the CPU."""
+    actor = AtariNetwork(int(envs.single_action_space.n))
+    actor.load_state_dict(state["networks"]["actor"])
+    return Policy(actor).eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The learner
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def make_pool(args, num_envs, seed, **settings):
+    """envpool's games --env-id, stepped in threads; `settings` are envpool's."""
+    try:
+        import envpool
+        from envpool.registration import registry
+    except ImportError as error:
+        refuse("env_id", args.env_id, f"pip install envpool, which has the games ({error})")
+    games = [game for game, (module, *_) in registry.specs.items() if module == "envpool.atari"]
+    if args.env_id not in games:
+        nearest = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
+        refuse("env_id", args.env_id, f"name a game that envpool has, such as {', '.join(nearest)}")
+    seed %= 2**31  # envpool's limit
+    return envpool.make(args.env_id, env_type="gymnasium", num_envs=num_envs, seed=seed, **settings)
+
+
+class AtariEnvs(gym.vector.VectorEnv):
+    """Atari games in envpool. Observations are the newest four frames, (num_envs, 4, 84, 84), in bytes.
+
+    An episode is a life, with rewards of -1, 0 or 1, or with `whole_games` a game with the game's rewards. It starts in
+    the step after the end of the one before: that step ignores its action, so nothing can be learnt from it.
+    """
+
+    def __init__(self, args, num_envs, seed, video_dir=None, whole_games=False):
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_fps": 15}
+        self.num_envs = num_envs
+        settings = {"episodic_life": not whole_games, "reward_clip": not whole_games}
+        self.render_mode = "rgb_array" if video_dir else None
+        self.pool = make_pool(args, num_envs, seed, render_mode=self.render_mode, **settings)
+        self.single_observation_space = self.pool.observation_space
+        self.single_action_space = self.pool.action_space
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.ended = np.zeros(num_envs, bool)
+
+    def reset(self, *, seed=None, options=None):
+        """First observations and no infos; the seed was given when this was made."""
+        obs, _ = self.pool.reset()
+        return obs, {}
+
+    def send(self, actions):
+        """Begin a step, which envpool's threads make."""
+        self.pool.send(actions.astype(np.int32))
+
+    def step(self, actions):
+        """As any vector environment, for actions (num_envs,), or None in a step that `send` has begun.
+
+        Infos, each (num_envs,), are raw_rewards: the game's; game_ended: by a game over or its time limit; is_reset:
+        the step has ignored the action and has started an episode.
+        """
+        if actions is not None:
+            self.send(actions)
+        obs, rewards, terminated, truncated, infos = self.pool.recv()
+        game_over = infos["terminated"].astype(bool)
+        game_ended = game_over | truncated
+        terminated = terminated | game_over  # a game over in the last step that is allowed is called truncated
+        truncated = truncated & ~terminated
+        is_reset = self.ended
+        self.ended = terminated | truncated
+        infos = {"raw_rewards": infos["reward"], "game_ended": game_ended, "is_reset": is_reset}
+        return obs, rewards, terminated, truncated, infos
+
+    def render(self):
+        """A frame of each game in colour, as it is on the screen."""
+        return list(self.pool.render(env_ids=np.arange(self.num_envs)))
+
+
+def make_games(args, num_envs, seed, video_dir=None, **settings):
+    """AtariEnvs; `video_dir` receives mp4s of episodes of the first one."""
+    envs = AtariEnvs(args, num_envs, seed, video_dir, **settings)
+    if not video_dir:
+        return envs
+    try:
+        return gym.wrappers.vector.RecordVideo(envs, str(video_dir), record_first_only=True)
+    except OSError as error:
+        refuse("run_dir", args.run_dir, f"name a folder that can be written ({error.strerror})")
+    except gym.error.Error as error:
+        refuse("capture_video", args.capture_video, f"install what is missing: {error}")
+
+
+class FrameReplay:
+    """A replay buffer for observations that are stacks of the newest frames, as Atari's are. Each frame is stored once.
+
+    Environments step together, each a stream of frames by itself. There are two rings. `frames` has a row for each step
+    of all environments: the newest frame of every observation that it led to. `transitions` has what can be learnt
+    from, and so no step that started an episode and ignored its action. Those of the newest `size // num_envs` steps
+    are drawn, all with the same probability; `frames` is longer by a stack, so that none of theirs is overwritten.
+
+    Where a game starts, its first frame fills the stack. Where an episode starts in mid-game, because a life was lost,
+    the stack goes on. envpool does so, and `sample` returns the very observations that `store` was given.
+
+    Writing and sampling never wait, and all shapes are fixed: a CUDA graph can replay them.
+    """
+
+    PIECE = 2**15  # entries of a checkpoint's pieces: 231 MB of Atari's frames
+
+    def __init__(self, size, num_envs, obs_shape, device, storage):
+        """`obs_shape` is (stack, *frame). The buffer is kept on the device `storage`; batches are for `device`."""
+        self.num_envs = num_envs
+        self.stack, *frame = obs_shape
+        self.device = device
+        self.storage = storage
+        steps = size // num_envs
+        self.size = steps * num_envs
+        self.rows = steps + self.stack
+        room = self.size + num_envs  # behind the ring, what nobody reads
+        with storage:
+            self.frames = torch.empty(self.rows * num_envs, *frame, dtype=torch.uint8)
+            self.transitions = {
+                "newest": torch.empty(room, dtype=torch.int64),  # the place of the frame that the step led to
+                "depth": torch.empty(room, dtype=torch.int64),  # how many frames before it belong to its stacks
+                "actions": torch.empty(room, dtype=torch.int64),
+                "rewards": torch.empty(room),
+                "terminated": torch.empty(room),
+            }
+            self.depth = torch.zeros(num_envs, dtype=torch.int64)  # of the newest frames
+            self.written = torch.zeros(1, dtype=torch.int64)  # steps of all environments ever
+            self.stored = torch.zeros(1, dtype=torch.int64)  # transitions ever
+            self.stored_before = torch.zeros(self.rows, dtype=torch.int64)  # the same, before each row of `frames`
+
+    def begin(self, obs):
+        """Write the observations, (num_envs, stack, ...), with which all environments start."""
+        nothing = np.zeros(self.num_envs)
+        self.store(obs, nothing, nothing, nothing, is_reset=np.ones(self.num_envs, bool))
+
+    def store(self, obs, actions, rewards, terminated, is_reset):
+        """Write what a step of all environments led to, numpy or torch, each (num_envs, ...).
+
+        `obs`, (num_envs, stack, ...), bytes, are the observations after it; where an episode ended, the last ones.
+        `is_reset` says where it started an episode instead, and ignored its action.
+        """
+        obs = torch.as_tensor(obs, device=self.storage)
+        is_reset = torch.as_tensor(is_reset, device=self.storage)
+        starts_game = is_reset & (obs[:, :-1] == obs[:, -1:]).flatten(1).all(1)
+        self.depth.add_(1).clamp_(max=self.stack).masked_fill_(starts_game, 0)
+
+        env = torch.arange(self.num_envs, device=self.storage)
+        row = self.written % self.rows
+        newest = row * self.num_envs + env
+        self.frames.index_copy_(0, newest, obs[:, -1])
+        self.stored_before.index_copy_(0, row, self.stored)
+
+        count = (~is_reset).cumsum(0)
+        place = torch.where(is_reset, self.size + env, (self.stored + count - 1) % self.size)
+        values = {"newest": newest, "depth": self.depth}
+        values |= {"actions": actions, "rewards": rewards, "terminated": terminated}
+        for name, column in self.transitions.items():
+            column.index_copy_(0, place, torch.as_tensor(values[name], device=self.storage).to(column.dtype))
+        self.stored.add_(count[-1])
+        self.written.add_(1)
+
+    def sample(self, uniform):
+        """Columns by name of the transitions that `uniform`, (batch,) from [0, 1) in float64, draws from one or more.
+
+        obs and next_obs, (batch, stack, ...), are bytes and share memory; actions, rewards and terminated are (batch,).
+        """
+        oldest = self.stored_before.index_select(0, (self.written + self.stack) % self.rows)
+        drawn = (oldest + (uniform * (self.stored - oldest)).long()) % self.size
+        columns = {name: column.index_select(0, drawn) for name, column in self.transitions.items()}
+        back = torch.arange(self.stack, -1, -1, device=self.storage)
+        steps_back = torch.minimum(back, columns.pop("depth")[:, None])
+        places = (columns.pop("newest")[:, None] - steps_back * self.num_envs) % len(self.frames)
+        columns["frames"] = self.frames.index_select(0, places.flatten()).unflatten(0, places.shape)
+        columns = {name: column.to(self.device) for name, column in columns.items()}
+        frames = columns.pop("frames")
+        return columns | {"obs": frames[:, :-1], "next_obs": frames[:, 1:]}
+
+    def tensors(self, written, stored):
+        """By name, all that is in the buffer after so many steps and transitions."""
+        rows = min(written, self.rows)
+        filled = {name: column[: min(stored, self.size)] for name, column in self.transitions.items()}
+        filled |= {"frames": self.frames[: rows * self.num_envs], "stored_before": self.stored_before[:rows]}
+        return filled | {"newest_depth": self.depth, "written": self.written, "stored": self.stored}
+
+    def nbytes(self):
+        """The memory that it takes when it is full, in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors(self.rows, self.size).values())
+
+    def state_dict(self):
+        """What is filled, by name, in pieces that share its memory: torch.save writes them without a copy of it all.
+
+        `from_dlpack` makes a storage of each. Of a view torch.save would write all the memory that is behind it.
+        """
+        filled = self.tensors(int(self.written), int(self.stored))
+        return {name: [torch.from_dlpack(x) for x in tensor.split(self.PIECE)] for name, tensor in filled.items()}
+
+    def load_state_dict(self, state):
+        """Take over what `state_dict` returned."""
+        filled = self.tensors(*[int(state[name][0]) for name in ("written", "stored")])
+        for name, tensor in filled.items():
+            for target, piece in zip(tensor.split(self.PIECE), state[name], strict=True):
+                target.copy_(piece)
+
+
+def make_replay(args, envs, device):
+    """A FrameReplay on `device` if it fits there, else in the host's memory; refuses one that is too large for both."""
+    if args.buffer_size < 2 * args.num_envs:  # every second step may start an episode
+        refuse("buffer_size", args.buffer_size, f"give at least 2 * --num-envs, {2 * args.num_envs}")
+    shape = envs.single_observation_space.shape
+    make = partial(FrameReplay, args.buffer_size, args.num_envs, shape, device)
+    needed = make(storage=torch.device("meta")).nbytes()
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if needed <= MEMORY_SHARE * free:
+            return make(storage=device)
+    room = MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = f"it takes {needed / 1e9:.1f} GB"
+    if needed > room:
+        remedy = f"give at most {int(room / needed * args.buffer_size)}: {size}, and there is room for {room / 1e9:.1f}"
+        refuse("buffer_size", args.buffer_size, remedy)
+    if device.type == "cuda":
+        print(f"note: the replay buffer is in the host's memory: {size}, more than the device has", file=sys.stderr)
+    return make(storage=torch.device("cpu"))
+
+
+def load_optimizer(optimizer, state):
+    """Load an optimiser's state dict, but keep its learning rates: those of the arguments."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+class SAC:
+    """The learner: networks, optimisers and replay buffer."""
+
+    def __init__(self, args, envs, device):
+        self.args = args
+        self.device = device
+        self.compile = False
+        self.cudagraphs = False
+        num_actions = int(envs.single_action_space.n)
+        self.target_entropy = args.target_entropy_scale * math.log(num_actions)
+        with device:
+            self.actor = AtariNetwork(num_actions)
+            self.critics = nn.ModuleList([AtariNetwork(num_actions) for _ in range(NUM_CRITICS)])
+            self.target_critics = copy.deepcopy(self.critics)
+            self.log_alpha = torch.tensor(1.0 if args.autotune else args.alpha).log().requires_grad_()
+        self.optimizers = {
+            "actor": torch.optim.Adam(self.actor.parameters(), lr=args.policy_lr, eps=ADAM_EPS),
+            "critics": torch.optim.Adam(self.critics.parameters(), lr=args.q_lr, eps=ADAM_EPS),
+            "alpha": torch.optim.Adam([self.log_alpha], lr=args.q_lr, eps=ADAM_EPS),
+        }
+        self.replay = make_replay(args, envs, device)
+        self.updates = 0
+        self.last_losses = {}
+
+    @torch.no_grad()
+    def act(self, obs):
+        """Sampled actions, (num_envs,), for `obs`, (num_envs, 4, 84, 84); both numpy."""
+        probs = self.actor(torch.as_tensor(obs, device=self.device)).softmax(-1)
+        return probs.multinomial(1).squeeze(-1).cpu().numpy()
+
+    def uniform(self):
+        """Numbers from [0, 1) that choose a batch's transitions; float32 would skip some of a million."""
+        return torch.rand(self.args.batch_size, dtype=torch.float64, device=self.replay.storage)
+
+    def update(self):
+        """One step on the critics, on actor and temperature."""
+        batch = self.replay.sample(self.uniform())
+        self.update_critics(batch)
+        self.update_actor(batch["obs"])
+        self.updates += 1
+
+    def update_critics(self, batch):
+        """One step on the critics, with the values of next states by equation 10."""
+        next_obs = batch["next_obs"]
+        with torch.no_grad():
+            next_log_probs = self.actor(next_obs).log_softmax(-1)
+            next_q = torch.stack([critic(next_obs) for critic in self.target_critics]).amin(0)
+            next_v = (next_log_probs.exp() * (next_q - self.log_alpha.exp() * next_log_probs)).sum(-1)
+            target = batch["rewards"] + (1 - batch["terminated"]) * self.args.gamma * next_v
+        actions = batch["actions"][:, None]
+        q = torch.stack([critic(batch["obs"]).gather(-1, actions).squeeze(-1) for critic in self.critics])
+        loss = (q - target).square().mean(-1).sum()
+        self.optimizers["critics"].zero_grad()
+        loss.backward()
+        self.optimizers["critics"].step()
+        self.last_losses |= {f"qf{i + 1}_values": values for i, values in enumerate(q.detach().mean(-1))}
+        self.last_losses["qf_loss"] = loss.detach()
+
+    def update_actor(self, obs):
+        """One step on the actor (equation 12), then one on the temperature (equation 11)."""
+        with torch.no_grad():
+            q = torch.stack([critic(obs) for critic in self.critics]).amin(0)
+        log_probs = self.actor(obs).log_softmax(-1)
+        probs = log_probs.exp()
+        loss = (probs * (self.log_alpha.exp().detach() * log_probs - q)).sum(-1).mean()
+        self.optimizers["actor"].zero_grad()
+        loss.backward()
+        self.optimizers["actor"].step()
+        entropy = -(probs * log_probs).sum(-1).mean().detach()
+        self.last_losses |= {"actor_loss": loss.detach(), "entropy": entropy}
+        if self.args.autotune:
+            alpha_loss = self.log_alpha.exp() * (entropy - self.target_entropy)
+            self.optimizers["alpha"].zero_grad()
+            alpha_loss.backward()
+            self.optimizers["alpha"].step()
+            self.last_losses["alpha_loss"] = alpha_loss.detach()
+        self.last_losses["alpha"] = self.log_alpha.exp().detach()
+
+    def update_target(self):
+        """Move the target networks by `tau` towards the critics: with 1, copy them."""
+        for weights, moved in zip(self.critics.parameters(), self.target_critics.parameters(), strict=True):
+            moved.data.lerp_(weights.data, self.args.tau)
+
+    def losses(self):
+        """The last update's losses by name."""
+        return {name: value.item() for name, value in self.last_losses.items()}
+
+    def networks(self):
+        """The networks by name."""
+        return {"actor": self.actor, "critics": self.critics, "target_critics": self.target_critics}
+
+    def state_dict(self):
+        """All that `load_state_dict` needs to continue bit by bit, random numbers included; it shares memory."""
+        return {
+            "networks": {name: network.state_dict() for name, network in self.networks().items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "log_alpha": self.log_alpha.detach(),
+            "replay": self.replay.state_dict() if self.args.checkpoint_replay else {},
+            "updates": self.updates,
+        } | rng_state(self.device)
+
+    def load_state_dict(self, state):
+        """Become the learner that `state` was taken from, with this one's learning rates."""
+        for name, network in self.networks().items():
+            network.load_state_dict(state["networks"][name])
+        for name, optimizer in self.optimizers.items():
+            load_optimizer(optimizer, state["optimizers"][name])
+        if self.args.autotune:
+            self.log_alpha.data.copy_(state["log_alpha"])
+        if state["replay"]:
+            self.replay.load_state_dict(state["replay"])
+        self.updates = state["updates"]
+        set_rng_state(state, self.device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training and evaluation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def turns(frequency, step, num_envs):
+    """How many multiples of `frequency` the last vector step has reached: those in (step - num_envs, step]."""
+    return step // frequency - (step - num_envs) // frequency
+
+
+def first_to_learn(args, replay, step):
+    """The environment step after which to learn: --learning-starts, or as many more to refill an empty buffer."""
+    if step == 0 or replay.stored:
+        return args.learning_starts
+    start = step + args.learning_starts
+    print(f"note: the checkpoint has no replay buffer; it is filled first, until step {start}", file=sys.stderr)
+    return start
+
+
+def train(args, on_log=lambda learner, losses, step: None):
+    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees each log."""
+    device = prepare(args)
+    checkpoint = load_resumed(args)
+    step = checkpoint["global_step"]
+    folder = run_folder(args)
+    envs = make_games(args, args.num_envs, args.seed + step, folder / "videos" if args.capture_video else None)
+    obs, _ = envs.reset()
+    envs.action_space.seed(args.seed + step)
+    learner = SAC(args, envs, device)
+    restore(args, learner, checkpoint)
+    learning_starts = first_to_learn(args, learner.replay, step)
+    learner.replay.begin(obs)
+    with Run(args, learner, envs, folder, checkpoint) as run:
+        while step < args.total_timesteps and not run.stop:
+            actions = envs.action_space.sample() if step < args.learning_starts else learner.act(obs)
+            obs, rewards, terminated, _, infos = envs.step(actions)
+            learner.replay.store(obs, actions, rewards, terminated, infos["is_reset"])
+            step += args.num_envs
+            learning = step > learning_starts
+            run.advance(step, infos["raw_rewards"], infos["game_ended"], "training" if learning else "exploring")
+            if learning:
+                for _ in range(turns(args.update_frequency, step, args.num_envs)):
+                    learner.update()
+                if turns(args.target_network_frequency, step, args.num_envs):
+                    learner.update_target()
+            if learner.updates and step // args.num_envs % LOG_INTERVAL == 0:
+                losses = learner.losses()
+                run.log(losses)
+                on_log(learner, losses, step)
+            if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs:
+                run.save()
+
+
+def evaluation_envs(args, video_dir=None):
+    """One game to play to its end, for its own rewards; `video_dir` receives mp4s."""
+    return make_games(args, 1, args.seed, video_dir, whole_games=True)
+
+
+def evaluate(args):
+    """Print mean and standard deviation of the return of a checkpoint's deterministic policy over whole episodes."""
+    check_args(args)
+    checkpoint = load_checkpoint("evaluate", args)
+    require_structure("evaluate", args, checkpoint)
+    envs = evaluation_envs(args, run_folder(args) / "videos" if args.capture_video else None)
+    policy = load_fitting("evaluate", args, make_policy, envs, checkpoint["learner"])
+    obs, _ = envs.reset(seed=args.seed)
+    returns = []
+    total = 0.0
+    while len(returns) < args.eval_episodes:
+        with torch.no_grad():
+            actions = policy(policy_input(obs)).numpy()
+        obs, rewards, terminated, truncated, _ = envs.step(actions)
+        total += rewards[0]
+        if terminated[0] or truncated[0]:
+            returns.append(total)
+            total = 0.0
+    envs.close()
+    print(f"{len(returns)} episodes: mean return {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The shell: command line, environments, checkpoints, the run's folder. From here on every script has the same text,
+# also where one has no use for a part of it.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def main():
+    """Do what the command line says; with --resume, --evaluate or --export, a checkpoint's flags are the defaults."""
+    args = parse_args(Args())
+    given = [name for name in ("resume", "evaluate", "export") if getattr(args, name)]
+    if len(given) > 1:
+        refuse(given[0], getattr(args, given[0]), f"leave out --{given[1]}")
+    for name in given:
+        saved = load_checkpoint(name, args)["args"]
+        known = {flag: value for flag, value in saved.items() if flag in vars(args)}
+        not_saved = {"resume": None, "evaluate": None, "export": None, "capture_video": False}
+        args = parse_args(Args(**known | not_saved))
+    if args.evaluate:
+        evaluate(args)
+    elif args.export:
+        export_checkpoint(args)
+    else:
+        train(args)
+
+
+def parse_args(default):
+    """Args from the command line, by `default` where it is silent; -h lists the flags under the classes of Args."""
+    groups = []
+    for group in reversed(Args.__bases__):
+        values = group(**{flag.name: getattr(default, flag.name) for flag in fields(group)})
+        title = group.__name__.removesuffix("Args").lower()
+        groups.append((title, group, field(default_factory=partial(replace, values))))
+    flags = tyro.cli(make_dataclass("Flags", groups), description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
+
+
+def refuse(name, value, remedy):
+    """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def check_args(args):
+    """Refuse numbers outside of LIMITS."""
+    for name, (low, high) in LIMITS.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= high:
+            refuse(name, value, f"give a number from {low} to {high:g}")
+    if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
+        refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
+
+
+def prepare(args):
+    """Check the arguments of a run, seed numpy and torch, and return the device to compute on."""
+    check_args(args)
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    if getattr(args, "cudagraphs", False) and device.type != "cuda":
+        print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
+    compiler = os.environ.get("CXX", "g++") if device.type == "cpu" else os.environ.get("CC", "gcc")
+    if getattr(args, "compile", False) and not shutil.which(compiler):
+        refuse("compile", args.compile, f"install {compiler}, which torch.compile calls, or give --no-compile")
+    if args.track:
+        require_wandb(args)
+    logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    np.random.seed(args.seed)
+    return device
+
+
+def require_wandb(args):
+    """Refuse --track where wandb is missing or would ask for a login in the middle of a run."""
+    try:
+        import wandb
+    except ImportError:
+        refuse("track", args.track, "pip install wandb, or give --no-track")
+    offline = os.environ.get("WANDB_MODE", "online") != "online"
+    if not offline and not wandb.login(prompt=False, timeout=10):
+        refuse("track", args.track, "run `wandb login` first, or set WANDB_MODE=offline")
+
+
+def require_memory(args, device, envs):
+    """Refuse a replay buffer that does not fit the device, or whose copy in a checkpoint would not fit the host."""
+    spaces = (envs.single_observation_space, envs.single_observation_space, envs.single_action_space)
+    row_bytes = 4 * (sum(math.prod(space.shape) for space in spaces) + 2)
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    room = host // 2  # for the buffer and its copy
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        room = min(free, host)
+    if args.buffer_size * row_bytes > room:
+        remedy = f"give at most {room // row_bytes}: a transition takes {row_bytes} bytes of {room / 1e9:.0f} GB"
+        refuse("buffer_size", args.buffer_size, remedy)
+
+
+def make_envs(args, num_envs, video_dir=None):
+    """Make `num_envs` copies of the environment that step together; `video_dir` receives mp4s of the first one."""
+
+    def make_env(video):
+        env = gym.make(args.env_id, **{"render_mode": "rgb_array"} if video else {})
+        if not isinstance(env.observation_space, gym.spaces.Box) and can_be_a_vector(env.observation_space):
+            env = gym.wrappers.FlattenObservation(env)
+        return gym.wrappers.RecordVideo(env, str(video_dir), disable_logger=True) if video else env
+
+    try:
+        thunks = [partial(make_env, video_dir is not None and i == 0) for i in range(num_envs)]
+        envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)  # true last obs in infos["final_obs"]
+    except OSError as error:
+        refuse("run_dir", args.run_dir, f"name a folder that can be written ({error.strerror})")
+    except (gym.error.Error, ImportError) as error:
+        name = "capture_video" if video_dir is not None and args.env_id in gym.registry else "env_id"
+        refuse(name, getattr(args, name), f"correct the name or install what is missing: {error}".splitlines()[0])
+    original = envs.envs[0].unwrapped.observation_space
+    if not isinstance(original, gym.spaces.Box) and isinstance(envs.single_observation_space, gym.spaces.Box):
+        width = envs.single_observation_space.shape[0]
+        print(f"note: observations are flattened to vectors of {width} numbers from {original}", file=sys.stderr)
+    return envs
+
+
+def can_be_a_vector(space):
+    """Whether a space of observations can be flattened without taking an image or a matrix apart."""
+    if isinstance(space, gym.spaces.Dict):
+        return all(can_be_a_vector(part) for part in space.values())
+    if isinstance(space, gym.spaces.Tuple):
+        return all(can_be_a_vector(part) for part in space)
+    if isinstance(space, gym.spaces.Box):
+        return len(space.shape) <= 1
+    return isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary))
+
+
+def require_spaces(args, envs, action_kind):
+    """Refuse environments without vector observations, or whose actions are not `action_kind`, Box or Discrete."""
+    observations, actions = envs.single_observation_space, envs.single_action_space
+    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
+        refuse("env_id", args.env_id, f"choose an environment whose observations are vectors, not {observations}")
+    if not isinstance(actions, action_kind):
+        refuse("env_id", args.env_id, f"choose an environment with {action_kind.__name__} actions, not {actions}")
+    if isinstance(actions, gym.spaces.Discrete) and actions.start != 0:
+        refuse("env_id", args.env_id, f"choose an environment whose actions count from 0, not {actions}")
+    if isinstance(actions, gym.spaces.Box) and not (len(actions.shape) == 1 and actions.is_bounded()):
+        refuse("env_id", args.env_id, f"choose an environment whose actions are bounded vectors, not {actions}")
+
+
+def checkpoint_path(path):
+    """The checkpoint in a run's folder, or the file itself."""
+    return Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+
+
+def load_checkpoint(name, args):
+    """Read what `Run.save` wrote, onto the CPU, from the file or folder in argument `name`; refuse another script's."""
+    given = getattr(args, name)
+    try:
+        checkpoint = torch.load(checkpoint_path(given), map_location="cpu", weights_only=True, mmap=True)
+        script = checkpoint["script"]
+    except Exception as error:
+        refuse(name, given, f"give the intact checkpoint.pt of a run ({type(error).__name__} on reading this)")
+    if script != SCRIPT:
+        refuse(name, given, f"it is from {script}.py; use it with that")
+    return checkpoint
+
+
+def require_structure(name, args, checkpoint):
+    """Refuse flags that differ from those of the checkpoint in argument `name` where it could not be used."""
+    for flag in STRUCTURAL:
+        value, saved = getattr(args, flag), checkpoint["args"][flag]
+        if value != saved:
+            refuse(flag, value, f"the checkpoint in --{name} has {saved}, which cannot be changed; leave this out")
+
+
+def load_resumed(args):
+    """The checkpoint in --resume, or what stands for one in a new run."""
+    if not args.resume:
+        return {"global_step": 0, "episodes": 0, "returns": [], "learner": None}
+    checkpoint = load_checkpoint("resume", args)
+    require_structure("resume", args, checkpoint)
+    step = checkpoint["global_step"]
+    if step >= args.total_timesteps:
+        refuse("total_timesteps", args.total_timesteps, f"the checkpoint is at step {step}; give more than that")
+    return checkpoint
+
+
+def restore(args, learner, checkpoint):
+    """Give the learner the state in the checkpoint of --resume, if there is one."""
+    if checkpoint["learner"]:
+        load_fitting("resume", args, learner.load_state_dict, checkpoint.pop("learner"))
+
+
+def load_fitting(name, args, load, *inputs):
+    """`load(*inputs)`, with one line where the checkpoint in argument `name` has other networks than this script."""
+    try:
+        return load(*inputs)
+    except (KeyError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        refuse(name, getattr(args, name), f"it does not fit the networks of this script: {reason}")
+
+
+def rng_state(device):
+    """The states of torch's random number generators."""
+    cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng}
+
+
+def set_rng_state(state, device):
+    """Put torch's random number generators into states that `rng_state` returned."""
+    torch.set_rng_state(state["rng"])
+    if device.type == "cuda" and state["cuda_rng"] is not None:
+        torch.cuda.set_rng_state(state["cuda_rng"], device)
+
+
+def policy_input(obs):
+    """Observations, numpy, (batch, ...), as policies take them: images in bytes, vectors in float32."""
+    return torch.as_tensor(obs, dtype=torch.uint8 if obs.ndim > 2 else torch.float32)
+
+
+def example_input(envs):
+    """Two observations, all zeros, as policies take them."""
+    return policy_input(np.zeros((2, *envs.single_observation_space.shape)))
+
+
+def export_policy(policy, envs, path):
+    """Write a policy as a torch.export program, (batch, ...) to actions in the environment's units."""
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(policy, (example_input(envs),), dynamic_shapes=({0: batch},))
+    torch.export.save(program, path)
+
+
+def export_checkpoint(args):
+    """Write policy.pt2 beside the checkpoint in --export."""
+    checkpoint = load_checkpoint("export", args)
+    require_structure("export", args, checkpoint)
+    envs = evaluation_envs(args)
+    path = checkpoint_path(args.export).with_name("policy.pt2")
+    policy = load_fitting("export", args, make_policy, envs, checkpoint["learner"])
+    export_policy(policy, envs, path)
+    envs.close()
+    print(path)
+
+
+def run_folder(args):
+    """The name of a new run's folder, which does not exist yet."""
+    return Path(args.run_dir) / f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns()}".replace("/", "_")
+
+
+class NotFinite(FloatingPointError):
+    """A loss is infinite or NaN, or a network holds a NaN."""
+
+
+class Run:
+    """A run from outside: folder (config, events, checkpoint, policy, summary), episodes, progress bar, clock, Ctrl-C.
+
+    Used as a context. At its end all is closed; checkpoint, policy and summary are written unless an error was the end.
+    """
+
+    def __init__(self, args, learner, envs, folder, checkpoint):
+        self.args = args
+        self.learner = learner
+        self.envs = envs
+        self.folder = folder
+        self.step = self.first_step = checkpoint["global_step"]
+        self.episodes = checkpoint["episodes"]
+        self.last_returns = checkpoint["returns"]  # of the last 20 episodes
+        self.returns = np.zeros(args.num_envs)  # so far, of the episodes under way
+        self.begins = [self.first_step] * args.num_envs
+        self.stop = False
+        self.stage = None
+        self.start = time.perf_counter()
+        self.warm_step = None
+        self.steady = None  # step and time at which the speed measurement begins
+        with torch.random.fork_rng(devices=[]), torch.no_grad():  # an edit that the policy lacks fails now
+            make_policy(envs, learner.state_dict())(example_input(envs))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"name a folder that can be written ({error.strerror})")
+        packages = [p for p in ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy") if p in sys.modules]
+        self.versions = {"python": sys.version.split()[0]} | {p: sys.modules[p].__version__ for p in packages}
+        on_cuda = learner.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(learner.device) if on_cuda else "cpu"
+        self.write_config()
+        if args.track:
+            self.track()
+        self.writer = SummaryWriter(folder)
+        self.bar = tqdm(total=args.total_timesteps, initial=self.first_step, unit="step", dynamic_ncols=True)
+
+    def write_config(self):
+        """Write config.json: every argument, versions, machine, commit."""
+        command, here = "git rev-parse HEAD", Path(__file__).parent
+        git = subprocess.run(command, shell=True, cwd=here, capture_output=True, text=True)
+        machine = {"device": self.device_name, "cores": os.cpu_count(), "git_commit": git.stdout.strip() or None}
+        config = vars(self.args) | {"versions": self.versions} | machine
+        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+
+    def track(self):
+        """Begin a wandb run that copies the TensorBoard events."""
+        import wandb
+
+        names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.folder.name}
+        try:
+            wandb.init(**names, config=vars(self.args), dir=self.folder, sync_tensorboard=True)
+        except wandb.errors.Error as error:
+            shutil.rmtree(self.folder)
+            refuse("track", self.args.track, f"set WANDB_MODE=offline, or mend this: {error}".splitlines()[0])
+
+    def __enter__(self):
+        self.previous_handler = signal.signal(signal.SIGINT, self.on_interrupt)
+        return self
+
+    def on_interrupt(self, signum, frame):
+        self.stop = True  # once the step in flight is done; a second Ctrl-C interrupts at once
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __exit__(self, kind, error, traceback):
+        """End the run; SystemExit(130) after Ctrl-C, (1) where numbers were no longer finite. Other errors go on."""
+        compiling = self.learner.compile and (self.stage is None or "compiling" in self.stage)
+        killed_compiler = self.stop and compiling and isinstance(error, Exception)
+        try:
+            if killed_compiler:  # Ctrl-C reaches the C++ compiler too
+                print(f"note: stopped while compiling: {type(error).__name__}", file=sys.stderr)
+                error = None
+            if error is None:
+                self.finish()
+        except NotFinite as not_finite:
+            error = not_finite
+        finally:
+            for closing in (self.envs, self.writer, self.bar):
+                closing.close()
+            signal.signal(signal.SIGINT, self.previous_handler)
+        if isinstance(error, NotFinite):
+            print(f"error: {error}", file=sys.stderr)
+            self.write_summary(time.perf_counter())
+            raise SystemExit(1)
+        if self.stop and error is None:
+            raise SystemExit(130)
+
+    def advance(self, step, rewards, ended, stage):
+        """Count one vector step: move the bar, log the episodes that ended, and time the stage "training"."""
+        self.step = step
+        self.bar.update(step - self.bar.n)
+        if self.stage != stage:
+            self.stage = stage
+            self.bar.set_description(stage)
+        self.returns += rewards
+        for i in ended.nonzero()[0]:  # cheaper than np.flatnonzero
+            self.end_episode(i)
+        if stage == "training" and self.steady is None:
+            self.warm_step = self.warm_step or step
+            if step >= self.warm_step + self.args.measure_burnin:
+                self.steady = (step, time.perf_counter())
+
+    def end_episode(self, i):
+        """Log the episode that has ended in environment `i`."""
+        self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
+        self.writer.add_scalar("charts/episodic_length", (self.step - self.begins[i]) // self.args.num_envs, self.step)
+        self.last_returns = [*self.last_returns[-19:], float(self.returns[i])]
+        self.episodes += 1
+        self.returns[i] = 0
+        self.begins[i] = self.step
+        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
+
+    def log(self, losses):
+        """Write one row of losses, and the average speed so far; NotFinite if a loss is infinite or NaN."""
+        for name, value in losses.items():
+            self.writer.add_scalar(f"losses/{name}", value, self.step)
+        speed = (self.step - self.first_step) / (time.perf_counter() - self.start)
+        self.writer.add_scalar("charts/SPS", speed, self.step)
+        for name, value in losses.items():
+            if name != "explained_variance" and not math.isfinite(value):  # undefined where all returns are equal
+                self.refuse_to_go_on(f"{name} is {value}")
+
+    def refuse_to_go_on(self, what):
+        """Raise NotFinite that says what is not finite and what is left."""
+        checkpoint = self.folder / "checkpoint.pt"
+        left = f"{checkpoint} is from before" if checkpoint.exists() else "there is no earlier checkpoint"
+        raise NotFinite(f"step {self.step}: {what}; {left}. A lower learning rate may help")
+
+    def save(self):
+        """Write checkpoint.pt, which is at every moment either the old one or the new one, whole; returns the state."""
+        state = self.learner.state_dict()
+        for part, tensors in (state["networks"] | {"normalizer": state.get("normalizer", {})}).items():
+            for name, tensor in tensors.items():
+                if tensor.isnan().any():
+                    self.refuse_to_go_on(f"{part}.{name} holds a NaN")
+        checkpoint = {"script": SCRIPT, "args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
+        temporary = self.folder / "checkpoint.pt.tmp"
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint | {"returns": self.last_returns, "learner": state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.folder / "checkpoint.pt")
+        return state
+
+    def finish(self):
+        """Write checkpoint, policy and summary of a run that has come to its end in order."""
+        if self.learner.device.type == "cuda":
+            torch.cuda.synchronize(self.learner.device)
+        end = time.perf_counter()
+        state = self.save()
+        self.write_summary(end)
+        try:
+            export_policy(make_policy(self.envs, state), self.envs, self.folder / "policy.pt2")
+        except Exception as error:  # the run is worth more than its export
+            print(f"\nwarning: no policy.pt2, torch.export failed: {error}".split("\n\n")[0], file=sys.stderr)
+
+    def write_summary(self, end):
+        """Write summary.json; `end` is when training ended."""
+        steady_step, steady_time = self.steady or (self.step, end)
+        measured = self.step > steady_step
+        summary = {
+            "script": SCRIPT,
+            "env_id": self.args.env_id,
+            "seed": self.args.seed,
+            "num_envs": self.args.num_envs,
+            "device": self.device_name,
+            "compile": self.learner.compile,
+            "cudagraphs": self.learner.cudagraphs,
+            "matmul_precision": self.args.matmul_precision,
+            "global_step": self.step,
+            "episodic_return": float(np.mean(self.last_returns)) if self.last_returns else None,
+            "episodes": self.episodes,
+            "steady_sps": (self.step - steady_step) / (end - steady_time) if measured else None,
+            "warmup_seconds": steady_time - self.start if self.steady else None,
+            "wall_seconds": end - self.start,
+            "versions": self.versions,
+        }
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+
+
+if __name__ == "__main__":
+    main()
