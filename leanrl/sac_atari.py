@@ -1,7 +1,7 @@
 """Soft Actor-Critic for discrete actions (Christodoulou 2019, arXiv:1910.07207) for Atari in plain PyTorch.
 
-The reading copy: `SAC.update` reads like the paper. `FrameReplay` is a replay buffer that stores each frame once, in bytes: a class that
-stands alone. The algorithm, hyper-parameters and defaults are CleanRL's.
+The reading copy: `SAC.update` reads like the paper. `FrameReplay` is a replay buffer that stores each frame once, in
+bytes: a class that stands alone. The algorithm, hyper-parameters and defaults are CleanRL's.
 
     python leanrl/sac_atari.py --env-id BeamRider-v5
 """
