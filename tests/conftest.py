@@ -14,7 +14,8 @@ from emulated_cuda import emulated_cuda
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")}
-ALGORITHMS |= {"dqn": "dqn", "ppo_atari": "ppo_atari_envpool"}
+ALGORITHMS |= {"dqn": "dqn", "ppo_atari": "ppo_atari_envpool", "dqn_atari": "dqn_atari", "sac_atari": "sac_atari"}
+ATARI = ("ppo_atari", "dqn_atari", "sac_atari")
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
 TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}
 split_columns = TURBO["sac"].split_columns  # the same text in all turbo scripts
@@ -118,6 +119,7 @@ gym.register("Image-v0", entry_point=PushAnything, kwargs={"space": image})
 SMALL = {"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64}
 SMALL_LEARNERS = {"sac": SMALL, "td3": SMALL, "dqn": {"batch_size": 32, "buffer_size": 64}}
 SMALL_LEARNERS["ppo_atari"] = {"num_envs": 2, "num_steps": 16, "num_minibatches": 4}
+SMALL_LEARNERS |= {name: {"num_envs": 2, "batch_size": 8, "buffer_size": 64} for name in ("dqn_atari", "sac_atari")}
 SMALL_LEARNERS["ppo"] = SMALL_LEARNERS["ppo_atari"] | {"env_id": "Pendulum-v1"}
 
 
@@ -134,7 +136,7 @@ def learner_class(script):
 
 def make_envs(script, args):
     """The environments that `train` makes."""
-    if algorithm(script) == "ppo_atari":
+    if algorithm(script) in ATARI:
         return script.make_games(args, args.num_envs, args.seed)
     return script.make_envs(args, args.num_envs)
 
