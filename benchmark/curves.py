@@ -108,7 +108,8 @@ def draw(data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], w
                 smooth = np.convolve(returns, np.ones(width) / width, "valid")
                 axes.plot(steps[width - 1 :], smooth, color=f"C{i}", alpha=0.35, linewidth=1)
                 curves.append(np.interp(grid, steps[width - 1 :], smooth, left=np.nan, right=np.nan))
-        axes.plot(grid, np.mean(curves, 0), color=f"C{i}", linewidth=2.5, label=f"{exp_name}, {len(curves)} seeds")
+        seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
+        axes.plot(grid, np.mean(curves, 0), color=f"C{i}", linewidth=2.5, label=f"{exp_name}, {seeds}")
     if random:
         mean = np.mean(random)
         axes.axhline(mean, color="black", linestyle="--", label=f"random policy, {len(random)} games: {mean:.1f}")
