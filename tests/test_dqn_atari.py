@@ -23,8 +23,8 @@ class StackingPool(ScriptedPool):
         self.steps = 0
 
     def draw(self):
-        """The newest frames, (games, 84, 84): all of the number of the step."""
-        return np.full((len(self.games), *SHAPE[1:]), self.steps % 256, np.uint8)
+        """The newest frames, (games, 84, 84): of the colour 255, and one less in each step."""
+        return np.full((len(self.games), *SHAPE[1:]), 255 - self.steps, np.uint8)
 
     def observe(self):
         newest = self.draw()[:, None]
@@ -94,21 +94,22 @@ def load(folder):
 
 
 def transitions_of(first, last):
-    """Of GAMES, in order: obs' and next_obs' newest numbers and terminated, for all steps from `first` to `last`."""
+    """Of GAMES, in order: the colours of obs and next_obs, and terminated, for all steps from `first` to `last`."""
     games = [with_resets(game) for game in GAMES]
     steps = range(first, last + 1)
     letters = [(step, game[(step - 1) % len(game)]) for step in steps for game in games]
-    return [(step - 1, step, letter in "lgx") for step, letter in letters if letter != "r"]
+    return [(256 - step, 255 - step, letter in "lgx") for step, letter in letters if letter != "r"]
 
 
-def test_what_a_run_stores(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("buffer_size", "first"), [(200, 51), (1000, 1)])
+def test_what_a_run_stores(buffer_size, first, tmp_path, monkeypatch):
     """Of the newest steps each action with what it has led to, but none that was ignored."""
     play(monkeypatch, PaysForAction2)
-    _, learner = train(tmp_path, end_e=1.0)
-    wanted = transitions_of(51, 100)
+    _, learner = train(tmp_path, buffer_size=buffer_size, end_e=1.0)
+    wanted = transitions_of(first, 100)
     columns = draw_all(learner.replay, len(wanted))
-    numbers = [columns[name][:, -1, 0, 0] for name in ("obs", "next_obs")]
-    assert list(zip(*numbers, columns["terminated"], strict=True)) == wanted
+    colours = [columns[name][:, -1, 0, 0] for name in ("obs", "next_obs")]
+    assert list(zip(*colours, columns["terminated"], strict=True)) == wanted
     assert np.array_equal(columns["rewards"], columns["actions"] == 2)
     assert set(columns["actions"]) == {0, 1, 2, 3}
 
