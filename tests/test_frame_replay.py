@@ -191,6 +191,29 @@ def test_only_resets_are_not_drawn_and_all_others_with_equal_probability():
     assert np.array_equal(drawn, rewards[(uniform * count).astype(int)])
 
 
+def test_compiled_in_one_graph_it_does_the_same():
+    """Writing and drawing, for several rounds of the ring, without a recompilation."""
+    torch._dynamo.reset()
+    replay, naive, streams = make_replay(30, 3), StackReplay(30, 3), Streams(3)
+    begin((replay, naive), streams)
+    uniform = torch.rand(100, dtype=torch.float64)
+
+    @partial(torch.compile, fullgraph=True)
+    def store_and_sample(*step):
+        replay.store(*step)
+        return replay.sample(uniform)
+
+    for step in range(60):
+        values = streams.step()
+        naive.store(*values)
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            columns = store_and_sample(*map(torch.from_numpy, values))
+        wanted = naive.columns()
+        rows = (uniform * len(wanted["actions"])).long().numpy()
+        for name, column in columns.items():
+            assert np.array_equal(column, wanted[name][rows]), name
+
+
 @pytest.mark.parametrize("num_envs", [1, 8, 256])
 def test_a_million_transitions_take_7_gigabytes(num_envs):
     replay = make_replay(10**6, num_envs, ATARI, torch.device("meta"))
