@@ -428,8 +428,8 @@ def make_replay(args, envs, device):
     room = MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     size = f"it takes {needed / 1e9:.1f} GB"
     if needed > room:
-        remedy = f"give at most {int(room / needed * args.buffer_size)}: {size}, and there is room for {room / 1e9:.1f}"
-        refuse("buffer_size", args.buffer_size, remedy)
+        most = int(room / needed * args.buffer_size)
+        refuse("buffer_size", args.buffer_size, f"give at most {most}: {size} of {room / 1e9:.1f}")
     if device.type == "cuda":
         print(f"note: the replay buffer is in the host's memory: {size}, more than the device has", file=sys.stderr)
     return make(storage=torch.device("cpu"))

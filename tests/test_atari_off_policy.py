@@ -1,31 +1,25 @@
-"""DQN and SAC for Atari: plain against turbo."""
+"""DQN and SAC for Atari: plain against turbo, on the CPU and on CUDA."""
+
+import importlib
 
 import numpy as np
 import pytest
 import torch
-from conftest import MODES, PLAIN, TURBO, assert_learners_agree, copy_networks, make_learner
-from test_atari_replay import StackingPool
+from conftest import MODES, assert_learners_agree, copy_networks, make_learner
+from test_dqn_atari import StackingPool
+from test_training_on_cuda import check_training
 
 SCRIPTS = ("dqn_atari", "sac_atari")
-
-
-@pytest.fixture(autouse=True)
-def pools(monkeypatch):
-    for module in (PLAIN[name] for name in SCRIPTS):
-        monkeypatch.setattr(module, "make_pool", lambda args, num_envs, seed, **settings: StackingPool(seed=seed))
-    for module in (TURBO[name] for name in SCRIPTS):
-        monkeypatch.setattr(module, "make_pool", lambda args, num_envs, seed, **settings: StackingPool(seed=seed))
-
-
-def applies(turbo):
-    """The learner's `Apply`s by the names of their optimisers."""
-    return {name: getattr(turbo, name) for name in turbo.optimizers if name != "alpha"}
+PLAIN = {name: importlib.import_module(f"leanrl.{name}") for name in SCRIPTS}
+TURBO = {name: importlib.import_module(f"leanrl.{name}_torchcompile") for name in SCRIPTS}
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_turbo_equals_plain(name, mode):
+def test_turbo_equals_plain(name, mode, monkeypatch):
     """From the same weights and replay buffers, all agrees after one update and after fifty."""
+    for module in (PLAIN[name], TURBO[name]):
+        monkeypatch.setattr(module, "make_pool", lambda args, num_envs, seed, **settings: StackingPool(seed=seed))
     plain = make_learner(PLAIN[name], num_envs=4)
     turbo = make_learner(TURBO[name], num_envs=4, **MODES[mode])
     copy_networks(plain, turbo)
@@ -39,6 +33,7 @@ def test_turbo_equals_plain(name, mode):
         obs, rewards, terminated, _, infos = envs.step(actions)
         for learner in (plain, turbo):
             learner.replay.store(obs, actions, rewards, terminated, infos["is_reset"])
+    applies = {name: getattr(turbo, name) for name in turbo.optimizers if name != "alpha"}
     for update in range(50):
         for learner in (plain, turbo):
             torch.manual_seed(update)
@@ -46,5 +41,11 @@ def test_turbo_equals_plain(name, mode):
             if update % 10 == 9:
                 learner.update_target()
         if update == 0:
-            assert_learners_agree(plain, turbo, applies(turbo), tolerance=3e-5)
-    assert_learners_agree(plain, turbo, applies(turbo), tolerance=1e-4, gradient_tolerance=3e-3)
+            assert_learners_agree(plain, turbo, applies, tolerance=3e-5)
+    assert_learners_agree(plain, turbo, applies, tolerance=1e-4, gradient_tolerance=3e-3)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_envs": 3, "tau": 0.5}], ids=["default", "other settings"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_training_is_the_same_in_all_modes_and_schedules(name, settings, tmp_path):
+    check_training(TURBO[name], tmp_path, settings=settings)

@@ -37,17 +37,17 @@ class StackingPool(ScriptedPool):
         self.starts_game[:] = False
         return obs, infos
 
-    def step(self, actions):
+    def recv(self):
         self.steps += 1
-        obs, rewards, terminated, truncated, infos = super().step(actions)
+        obs, rewards, terminated, truncated, infos = super().recv()
         self.starts_game = truncated | infos["terminated"].astype(bool)
         return obs, rewards, terminated, truncated, infos
 
 
 class PaysForAction2(StackingPool):
-    def step(self, actions):
-        obs, rewards, *others, infos = super().step(actions)
-        return obs, rewards * (actions == 2), *others, infos
+    def recv(self):
+        obs, rewards, *others, infos = super().recv()
+        return obs, rewards * (self.actions == 2), *others, infos
 
 
 class PickTheBrightQuarter(StackingPool):
@@ -59,9 +59,9 @@ class PickTheBrightQuarter(StackingPool):
         frames[np.arange(len(self.games)), self.quarters // 2, :, self.quarters % 2] = 255
         return frames.reshape(-1, *SHAPE[1:])
 
-    def step(self, actions):
-        right = actions == self.quarters
-        obs, rewards, *others, infos = super().step(actions)
+    def recv(self):
+        right = self.actions == self.quarters
+        obs, rewards, *others, infos = super().recv()
         return obs, rewards * right, *others, infos | {"reward": rewards * right}
 
 
