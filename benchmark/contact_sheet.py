@@ -2,8 +2,9 @@
 
     python benchmark/contact_sheet.py doc/artifacts/breakout_inputs.png --env-id Breakout-v5 --seed 6
 
-A uniform random policy plays one game. The rows are the last step of each kind in it, from top to bottom as they were
-played; a fifth column shows what has moved. What does not happen in the game has no row: try another seed.
+A uniform random policy plays one game. The rows are the last step of each kind in it (of ordinary play, the one in
+which most moves), from top to bottom as they were played; a fifth column shows what has moved. What does not happen in
+the game has no row: try another seed.
 """
 
 import sys
@@ -68,7 +69,7 @@ def play(envs):
 
 
 def change(obs):
-    """The newest frame in `obs`, (4, 84, 84), minus the oldest, (84, 84, 3): red brighter, blue darker."""
+    """A picture, (84, 84, 3), of what changes from the oldest to the newest frame of `obs`, (4, 84, 84)."""
     difference = obs[3].astype(int) - obs[0]
     brighter, darker = difference.clip(min=0), -difference.clip(max=0)
     return (255 - np.stack((darker, brighter + darker, brighter), -1)).astype(np.uint8)

@@ -1,7 +1,7 @@
 """Collect learning curves from run folders into a CSV file, add a random policy's returns, and draw a CSV file.
 
-python benchmark/curves.py collect runs/pong pong.csv --steps 20000
-python benchmark/curves.py random pong.csv --env-id Pong-v5
+python benchmark/curves.py collect runs/pong pong.csv --steps 10000
+python benchmark/curves.py random pong.csv --env-id Pong-v5  # once, after `collect`, which writes the file anew
 python benchmark/curves.py draw pong.csv pong.png
 """
 
@@ -16,7 +16,14 @@ import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("exp_name", "env_id", "seed", "step", "episodic_return")
+LAST = 40  # episodes of a run that `collect` prints the mean of
 RANDOM = "random"  # exp_name of the rows of `measure_random`
+
+
+def mean_and_error(returns):
+    """The mean of `returns`, a sequence, and its standard error, as text."""
+    error = np.std(returns, ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else np.nan
+    return f"{np.mean(returns):.2f} ± {error:.2f}"
 
 
 def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], steps: int = 1):
@@ -30,7 +37,10 @@ def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Pa
     for path in sorted(run_dir.rglob("summary.json")):
         config = json.loads(path.with_name("config.json").read_text())
         events = EventAccumulator(str(path.parent), size_guidance={"scalars": 0}).Reload()
-        for event in events.Scalars("charts/episodic_return"):
+        events = events.Scalars("charts/episodic_return")
+        last = mean_and_error([event.value for event in events[-LAST:]])
+        print(f"{path.parent.name}: mean return {last} in the last {LAST} episodes")
+        for event in events:
             step = -(-event.step // steps) * steps
             returns[config["exp_name"], config["env_id"], config["seed"], step].append(event.value)
     rows = [[*key, f"{sum(values) / len(values):.2f}"] for key, values in sorted(returns.items())]
@@ -73,7 +83,8 @@ def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 
             writer.writerow(COLUMNS)
         for i, row in enumerate(returns):
             writer.writerows([RANDOM, env_id, seed + i, 0, f"{value:.2f}"] for value in row)
-    print(f"{returns.size} games: mean return {returns.mean():.2f}, standard deviation {returns.std():.2f}")
+    mean = mean_and_error(returns.flatten())
+    print(f"{returns.size} games: mean return {mean}, standard deviation {returns.std():.2f}")
 
 
 def draw(data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], window: int = 5):

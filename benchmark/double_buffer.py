@@ -4,7 +4,7 @@ python benchmark/double_buffer.py --num-envs 8
 
 Actions are random and come after a sleep that stands for the wait for a GPU. Compared are all games at once, two halves
 by `send` and `recv` (what `--double-buffer` does), two halves in two Python threads, and one pool that hands out
-whichever half of its games is ready first: its rollouts cannot be made again from the seed.
+whichever games are ready first, half of them at a time: its rollouts cannot be made again from the seed.
 """
 
 import time
@@ -21,7 +21,7 @@ class Args:
     env_id: str = "Breakout-v5"
     """Atari game, by envpool's name"""
     num_envs: int = 8
-    """games"""
+    """games, an even number"""
     waits: tuple[int, ...] = (0, 100, 300, 1000)
     """microseconds to sleep for the actions of a group of games"""
     seconds: float = 2.0

@@ -285,7 +285,7 @@ def make_games(args, num_envs, seed, video_dir=None, **settings):
 
 
 def masked_mean(values, valid):
-    """The mean of those of `values`, (batch,), for which `valid`, (batch,), is 1 and not 0; 0 if there is none."""
+    """The mean of those of `values`, (batch,), for which `valid`, (batch,), is 1; 0 if there is none."""
     return (values * valid).sum() / valid.sum().clamp(min=1)
 
 

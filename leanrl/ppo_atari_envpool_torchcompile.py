@@ -307,7 +307,7 @@ def make_games(args, num_envs, seed, video_dir=None, **settings):
 
 
 def masked_mean(values, valid):
-    """The mean of those of `values`, (batch,), for which `valid`, (batch,), is 1 and not 0; 0 if there is none."""
+    """The mean of those of `values`, (batch,), for which `valid`, (batch,), is 1; 0 if there is none."""
     return (values * valid).sum() / valid.sum().clamp(min=1)
 
 
@@ -513,7 +513,10 @@ def cheap_guards(guards):
 
 
 class PPO:
-    """The learner. What its graphs read or change are tensors, updated in place: they replay kernels, not Python."""
+    """The learner. What its graphs read or change are tensors, updated in place: they replay kernels, not Python.
+
+    `envs` are one group of games: all of them, or with --double-buffer half.
+    """
 
     def __init__(self, args, envs, device):
         self.args = args
@@ -522,7 +525,7 @@ class PPO:
         self.compile = args.compile
         self.cudagraphs = args.cudagraphs and self.on_cuda
         self.group_size = envs.num_envs
-        self.groups = args.num_envs // self.group_size
+        self.num_groups = args.num_envs // self.group_size
         self.num_actions = int(envs.single_action_space.n)
 
         with device:
@@ -534,9 +537,9 @@ class PPO:
         self.updates = 0
         self.warmup_updates = GRAPH_WARMUP if self.cudagraphs else 1
 
-        # a slot is a step of a group; those of a step are neighbours, so that together they are (num_steps, num_envs)
-        slots = args.num_steps * self.groups
-        obs_shape = (slots + self.groups, self.group_size, *envs.single_observation_space.shape)
+        # slot t * num_groups + g is step t of group g: so (slots, group_size) can be read as (num_steps, num_envs)
+        slots = args.num_steps * self.num_groups
+        obs_shape = (slots + self.num_groups, self.group_size, *envs.single_observation_space.shape)
         self.host_obs = torch.zeros(obs_shape, dtype=torch.uint8, pin_memory=self.on_cuda)
         self.obs = self.host_obs.to(device)  # on a CPU the same memory
         self.host_outcomes = torch.zeros(slots, self.group_size, len(OUTCOMES), pin_memory=self.on_cuda)
@@ -581,7 +584,7 @@ class PPO:
         self.slot.add_(1)
 
     def respond(self):
-        """What a CUDA graph replays for `observe`: random numbers have to be drawn inside."""
+        """What a CUDA graph replays for `act`: random numbers have to be drawn inside."""
         self.decide(torch.empty(self.group_size, self.num_actions, device=self.device).exponential_())
 
     def loss(self, weights, obs, columns):
@@ -641,7 +644,7 @@ class PPO:
         columns = split_columns(self.decisions.view(steps), DECISIONS)
         columns |= split_columns(self.outcomes.view(steps), OUTCOMES)
         values = columns["values"]
-        _, last_values = self.agent(self.weights, self.obs[-self.groups :].flatten(0, 1))
+        _, last_values = self.agent(self.weights, self.obs[-self.num_groups :].flatten(0, 1))
         next_values = torch.cat((values[1:], last_values[None]))
         outcomes = (columns["rewards"], values, next_values, columns["terminated"], columns["ended"])
         columns["advantages"] = gae(*outcomes, self.args.gamma, self.args.gae_lambda)
@@ -676,7 +679,10 @@ class PPO:
         self.obs[slot].copy_(self.host_obs[slot], non_blocking=True)
 
     def act(self, slot, obs):
-        """Sample actions for `obs`, (group_size, 4, 84, 84), the next slot's: (group_size,); both numpy."""
+        """Sample actions for `obs`, (group_size, 4, 84, 84), the next slot's: (group_size,); both numpy.
+
+        Slots come in order from 0, and the device counts along.
+        """
         self.write(slot, obs)
         if slot == 0:
             self.slot.zero_()
@@ -694,7 +700,7 @@ class PPO:
     def update(self, learning_rate, last_obs):
         """Learn from the rollout; `last_obs`, (num_envs, 4, 84, 84), are those to which its last step led."""
         self.learning_rate.fill_(learning_rate)
-        for slot, obs in enumerate(np.split(last_obs, self.groups), start=len(self.decisions)):
+        for slot, obs in enumerate(np.split(last_obs, self.num_groups), start=len(self.decisions)):
             self.write(slot, obs)
         self.outcomes.copy_(self.host_outcomes, non_blocking=True)
         self.iterate()
@@ -750,7 +756,7 @@ def check_double_buffer(args):
 
 
 def make_groups(args, seed, video_dir=None):
-    """The games, the same ones in a list of one or, with --double-buffer, two; `video_dir` is for the first one."""
+    """A list of all games, or with --double-buffer of two halves of the same games; `video_dir` is for the first."""
     if not args.double_buffer:
         return [make_games(args, args.num_envs, seed, video_dir)]
     half = args.num_envs // 2
@@ -758,7 +764,7 @@ def make_groups(args, seed, video_dir=None):
 
 
 def roll_out(learner, groups, obs):
-    """Play a rollout from `obs`, a list of each group's observations, in which the newest ones take their place.
+    """Play a rollout from `obs`, a list of each group's observations, which is updated in place.
 
     Yields, after each step, the games' own rewards and which games have ended, (num_envs,) both. The games of one group
     are stepped while the host is busy with the other group, or with what the step has brought.
@@ -773,6 +779,7 @@ def roll_out(learner, groups, obs):
                 rewards.append(infos["raw_rewards"])
                 ended.append(infos["game_ended"])
             if t < learner.args.num_steps:
+                # a wrapper that records videos has no `send`
                 envs.unwrapped.send(learner.act(slot, obs[group]))
         if t > 0:
             yield np.concatenate(rewards), np.concatenate(ended)

@@ -91,7 +91,7 @@ def test_random_policy_plays_as_many_whole_games_in_each_environment(tmp_path, m
     returns = {7: [5, 1, 5], 8: [2, 4, 2]}
     rows = [f"random,Pong-v5,{seed},0,{value}.00" for seed, values in returns.items() for value in values]
     assert path.read_text().splitlines()[1:] == ["ppo,Pong-v5,1,1000,-20.50", *rows]
-    assert capsys.readouterr().out == "6 games: mean return 3.17, standard deviation 1.57\n"
+    assert capsys.readouterr().out == "6 games: mean return 3.17 ± 0.70, standard deviation 1.57\n"
 
 
 def test_a_new_file_of_random_returns_has_a_header(tmp_path, monkeypatch):
