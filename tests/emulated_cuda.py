@@ -378,6 +378,9 @@ class DeviceTensor(torch.Tensor):
     def __reduce_ex__(self, protocol):
         return self.cpu().__reduce_ex__(protocol)  # as torch.save does it
 
+    def __format__(self, form):
+        return format(self.item(), form) if self.dim() == 0 else super().__format__(form)
+
     def __repr__(self):
         return f"DeviceTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
