@@ -74,6 +74,11 @@ class Catch:
             order = self.generator.permuted(order, axis=1)
         return self.frames[np.arange(self.num_envs)[:, None], order]
 
+    def step(self, actions):
+        """Both of what follows."""
+        self.send(actions)
+        return self.recv()
+
     def send(self, actions):
         """Actions are 0 for left, 1 for staying, 2 for right."""
         self.actions = actions

@@ -14,8 +14,8 @@ from emulated_cuda import emulated_cuda
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")}
-ALGORITHMS |= {"dqn": "dqn", "ppo_atari": "ppo_atari_envpool"}
-ATARI = ("ppo_atari", "dqn_atari", "sac_atari")  # the last two have tests of their own
+ALGORITHMS |= {"dqn": "dqn", "ppo_atari": "ppo_atari_envpool", "dqn_atari": "dqn_atari", "sac_atari": "sac_atari"}
+ATARI = ("ppo_atari", "dqn_atari", "sac_atari")
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
 TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}
 split_columns = TURBO["sac"].split_columns  # the same text in all turbo scripts
@@ -126,8 +126,7 @@ SMALL_LEARNERS["ppo"] = SMALL_LEARNERS["ppo_atari"] | {"env_id": "Pendulum-v1"}
 def algorithm(script):
     """The name of a plain or turbo script in ALGORITHMS."""
     names = {stem: name for name, stem in ALGORITHMS.items()}
-    stem = script.SCRIPT.removesuffix("_torchcompile")
-    return names.get(stem, stem)
+    return names[script.SCRIPT.removesuffix("_torchcompile")]
 
 
 def learner_class(script):

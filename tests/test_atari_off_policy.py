@@ -1,21 +1,16 @@
-"""DQN and SAC for Atari: plain against turbo, on the CPU and on CUDA."""
+"""DQN and SAC for Atari: plain against turbo."""
 
-import importlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import MODES, assert_learners_agree, copy_networks, make_learner
+from conftest import MODES, PLAIN, TURBO, assert_learners_agree, copy_networks, make_learner
 from test_dqn_atari import StackingPool
-from test_training_on_cuda import check_training
-
-SCRIPTS = ("dqn_atari", "sac_atari")
-PLAIN = {name: importlib.import_module(f"leanrl.{name}") for name in SCRIPTS}
-TURBO = {name: importlib.import_module(f"leanrl.{name}_torchcompile") for name in SCRIPTS}
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["dqn_atari", "sac_atari"])
 def test_turbo_equals_plain(name, mode, monkeypatch):
     """From the same weights and replay buffers, all agrees after one update and after fifty."""
     for module in (PLAIN[name], TURBO[name]):
@@ -33,7 +28,9 @@ def test_turbo_equals_plain(name, mode, monkeypatch):
         obs, rewards, terminated, _, infos = envs.step(actions)
         for learner in (plain, turbo):
             learner.replay.store(obs, actions, rewards, terminated, infos["is_reset"])
-    applies = {name: getattr(turbo, name) for name in turbo.optimizers if name != "alpha"}
+    applies = {name: getattr(turbo, name) for name in ("q", "actor") if name in turbo.optimizers}
+    if "critics" in turbo.optimizers:
+        applies["critics"] = SimpleNamespace(state_dict=turbo.critics_state_dict)
     for update in range(50):
         for learner in (plain, turbo):
             torch.manual_seed(update)
@@ -43,9 +40,3 @@ def test_turbo_equals_plain(name, mode, monkeypatch):
         if update == 0:
             assert_learners_agree(plain, turbo, applies, tolerance=3e-5)
     assert_learners_agree(plain, turbo, applies, tolerance=1e-4, gradient_tolerance=3e-3)
-
-
-@pytest.mark.parametrize("settings", [{}, {"num_envs": 3, "tau": 0.5}], ids=["default", "other settings"])
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_training_is_the_same_in_all_modes_and_schedules(name, settings, tmp_path):
-    check_training(TURBO[name], tmp_path, settings=settings)

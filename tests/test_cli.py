@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PLAIN, TURBO, algorithm, equal, learner_class, leaves, scalars
+from conftest import ATARI, PLAIN, TURBO, algorithm, equal, learner_class, leaves, scalars
 from gymnasium.wrappers import RecordEpisodeStatistics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -28,7 +28,8 @@ SMALL = {
     "ppo_atari": {"env_id": "Breakout-v5", "num_envs": 1, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1},
 }
 SMALL["ppo_atari"] |= {"cuda": False}
-GYMNASIUM = [scripts[name] for scripts in (PLAIN, TURBO) for name in PLAIN if name != "ppo_atari"]
+SMALL |= {name: OFF_POLICY | {"env_id": "Breakout-v5", "batch_size": 8} for name in ("dqn_atari", "sac_atari")}
+GYMNASIUM = [scripts[name] for scripts in (PLAIN, TURBO) for name in PLAIN if name not in ATARI]
 on_gymnasium = pytest.mark.parametrize("script", GYMNASIUM, ids=lambda module: module.SCRIPT)
 
 
@@ -100,7 +101,7 @@ def test_run_directory(script, tmp_path):
     assert set(f"{keys} steady_sps warmup_seconds wall_seconds versions".split()) == report.keys()
     events = EventAccumulator(str(folder)).Reload()
     returns, lengths = (scalars(folder, f"charts/episodic_{name}") for name in ("return", "length"))
-    least = 1 if algorithm(script) == "ppo_atari" else 2  # a game takes a while
+    least = 1 if algorithm(script) in ATARI else 2  # a game takes a while
     assert report["episodes"] == len(returns) == len(lengths) >= least
     assert report["episodic_return"] == pytest.approx(sum(returns[-20:]) / len(returns[-20:]))
     if args.env_id == "Pendulum-v1":
@@ -114,7 +115,7 @@ def test_run_directory(script, tmp_path):
 
 def test_threads_and_the_precision_of_matmuls(script, tmp_path, monkeypatch):
     """By default what suits the algorithm, and full precision; a run that is resumed keeps its own."""
-    default = {"ppo": 1, "dqn": 1, "sac": 0, "td3": 0, "ppo_atari": 0}[algorithm(script)]
+    default = 1 if algorithm(script) in ("ppo", "dqn") else 0
     assert (script.Args().threads, script.Args().matmul_precision) == (default, "highest")
     before = torch.get_float32_matmul_precision()
     chosen = []
@@ -177,8 +178,9 @@ def test_resuming_continues_the_run(script, tmp_path):
         assert after["returns"][: len(before["returns"])] == before["returns"]
     assert sum(scalars(again, "charts/episodic_length")) <= 250  # steps of the second run
     updates = {"sac": (350, 600), "td3": (350, 600), "dqn": (35, 60), "ppo": (9, 14), "ppo_atari": (9, 14)}
+    updates |= {"dqn_atari": (87, 150), "sac_atari": (87, 150)}
     assert (before["learner"]["updates"], after["learner"]["updates"]) == updates[algorithm(script)]
-    if "replay" in after["learner"]:
+    if "replay" in after["learner"] and algorithm(script) not in ATARI:
         assert int(after["learner"]["replay"]["stored"]) == 700
 
 
@@ -274,6 +276,28 @@ OWN_INPUTS = {
         {"env_backend": "envpool", "capture_video": True},
     ],
     "ppo_atari": [*BOTH_PPO, {"num_envs": 257}, {"env_id": "Pong-v4"}],
+    "dqn_atari": [
+        *OFF_POLICY_INPUTS,
+        {"num_envs": 257},
+        {"env_id": "Pong-v4"},
+        {"learning_rate": 0.0},
+        {"tau": 2.0},
+        {"start_e": 1.1},
+        {"exploration_fraction": 0.0},
+        {"train_frequency": 0},
+        {"target_network_frequency": 0},
+    ],
+    "sac_atari": [
+        *OFF_POLICY_INPUTS,
+        {"num_envs": 257},
+        {"env_id": "Pong-v4"},
+        {"policy_lr": float("nan")},
+        {"q_lr": 0.0},
+        {"alpha": -1.0},
+        {"update_frequency": 0},
+        {"target_network_frequency": 0},
+        {"target_entropy_scale": 1.1},
+    ],
     "dqn": [
         *OFF_POLICY_INPUTS,
         {"env_id": "Pendulum-v1"},
@@ -385,7 +409,7 @@ def test_evaluation_of_what_is_not_there_is_refused(script, tmp_path, monkeypatc
 
 def test_a_checkpoint_brings_its_flags(script, checkpoints, tmp_path, monkeypatch, capsys):
     """--resume and --evaluate need no other flag; those that are given count, structural ones are refused by name."""
-    if algorithm(script) == "ppo_atari":  # a game may take its 27 000 steps
+    if algorithm(script) in ATARI:  # a game may take its 27 000 steps
         monkeypatch.setattr(script, "make_pool", partial(script.make_pool, max_episode_steps=100))
     path = checkpoints[script.SCRIPT]
     call_main(
@@ -604,9 +628,9 @@ def test_ctrl_c_while_the_compiler_runs(turbo, tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_holds_no_more_than_is_stored(script, tmp_path):
-    """200 transitions, not the room for a million. A network for Atari, with Adam's moments, takes 20 MB by itself."""
+    """200 transitions, not the room for a million. A network for Atari takes 6.8 MB, as does each of Adam's moments."""
     folder = train(script, tmp_path, **{"buffer_size": 10**6} if "buffer_size" in small(script) else {})
-    limit = 22 if algorithm(script) == "ppo_atari" else 10
+    limit = {"ppo_atari": 22, "dqn_atari": 30, "sac_atari": 76}.get(algorithm(script), 10)
     assert (folder / "checkpoint.pt").stat().st_size < limit * 2**20
 
 
