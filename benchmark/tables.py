@@ -11,5 +11,5 @@ def with_table(page, name, text):
     pattern = rf"(<!-- {re.escape(name)}: [^\n]*-->\n).*?(<!-- end of {re.escape(name)} -->)"
     page, places = re.subn(pattern, lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page, flags=re.DOTALL)
     if places != 1:
-        raise ValueError(f"{places} places for the table {name}, between <!-- {name}: ... --> and <!-- end of {name} -->")
+        raise ValueError(f"{places} places, not one, between <!-- {name}: ... --> and <!-- end of {name} -->")
     return page
