@@ -659,6 +659,7 @@ class DQN:
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
             for name in ("store", "decide", "sample", "update_q"):
                 options = {"guard_filter_fn": cheap_guards}  # torch.compile takes this out of the dictionary
+                options["cpp_wrapper"] = not self.on_cuda  # calls the kernels from C++; a CUDA graph does better
                 setattr(self, name, torch.compile(getattr(self, name), fullgraph=True, options=options))
         self.respond_to = {act: partial(self.respond, act) for act in (False, True)}
         if self.cudagraphs:

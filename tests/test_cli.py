@@ -43,6 +43,12 @@ def turbo(request):
     return request.param
 
 
+@pytest.fixture(params=[PLAIN["sac"], TURBO["dqn"]], ids=lambda module: module.SCRIPT)
+def either(request):
+    """Two scripts for what the shell does by itself, whose text is the same in all of them."""
+    return request.param
+
+
 def small(script):
     """Arguments with which a run takes a second."""
     return SMALL[algorithm(script)]
@@ -341,9 +347,9 @@ def test_no_updates_per_step_are_refused(algorithm, capsys):
     assert error.value.code == 2 and "error: --updates-per-step 0: " in capsys.readouterr().err
 
 
-def test_words_that_are_no_arguments(turbo, tmp_path):
+def test_words_that_are_no_arguments(either, tmp_path):
     for words in ({"no_such_flag": 1}, {"seed": "one"}, {"matmul_precision": "low"}):
-        process = start(turbo, **words, run_dir=tmp_path / "runs")
+        process = start(either, **words, run_dir=tmp_path / "runs")
         _, errors = process.communicate()
         assert process.returncode == 2 and "Traceback" not in errors
         assert flags(**words)[0] in errors
@@ -546,7 +552,7 @@ def test_a_buffer_beyond_memory_is_refused(script, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("missing", ["wandb", "login"])
-def test_track_without_wandb_or_login_is_refused(script, missing, tmp_path, monkeypatch, capsys):
+def test_track_without_wandb_or_login_is_refused(either, missing, tmp_path, monkeypatch, capsys):
     """Before the run's folder is made."""
     monkeypatch.setenv("WANDB_MODE", "online")
     for name in ("WANDB_API_KEY", "NETRC"):
@@ -555,14 +561,14 @@ def test_track_without_wandb_or_login_is_refused(script, missing, tmp_path, monk
     if missing == "wandb":
         monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SystemExit) as error:
-        train(script, tmp_path / "runs", track=True)
+        train(either, tmp_path / "runs", track=True)
     lines = capsys.readouterr().err.splitlines()
     assert error.value.code == 2 and lines[-1].startswith("error: --track True: ")
     assert ("pip install wandb" if missing == "wandb" else "wandb login") in lines[-1]
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_error_in_the_step_of_a_ctrl_c_is_shown(script, tmp_path, monkeypatch):
+def test_an_error_in_the_step_of_a_ctrl_c_is_shown(either, tmp_path, monkeypatch):
     """Only what Ctrl-C itself does to a compiler is kept quiet."""
 
     def fail(learner, losses, step):
@@ -570,7 +576,7 @@ def test_an_error_in_the_step_of_a_ctrl_c_is_shown(script, tmp_path, monkeypatch
         raise ZeroDivisionError("in the very step")
 
     with pytest.raises(ZeroDivisionError, match="very step"):
-        script.train(script.Args(**small(script), total_timesteps=1000, run_dir=str(tmp_path)), on_log=fail)
+        either.train(either.Args(**small(either), total_timesteps=1000, run_dir=str(tmp_path)), on_log=fail)
 
 
 def test_help_groups_the_flags(script, monkeypatch, capsys):
@@ -587,9 +593,9 @@ def test_capture_video_records_mp4(turbo, tmp_path):
     assert [video.suffix for video in (folder / "videos").glob("*.mp4")]
 
 
-def test_track_logs_to_wandb_without_a_network(turbo, tmp_path, monkeypatch):
+def test_track_logs_to_wandb_without_a_network(either, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    process = start(turbo, total_timesteps=250, track=True, run_dir=tmp_path)
+    process = start(either, total_timesteps=250, track=True, run_dir=tmp_path)
     _, errors = process.communicate()
     assert process.returncode == 0, errors
     assert list((run_folders(tmp_path)[0] / "wandb").glob("offline-run-*"))
