@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import test_atari_off_policy
 import test_dqn
+import test_dqn_atari
 import test_ppo
 import test_ppo_atari
 import test_replay
 from conftest import ALGORITHMS, TURBO, load_copy
 from emulated_cuda import emulated_cuda
-from test_dqn_atari import StackingPool
-from test_training_on_cuda import OTHERS, SHORT, SIZES, check_training, check_training_from_the_host
+from test_training_on_cuda import OTHERS, SIZES, check_training
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "doc" / "testing_cuda_graphs.md").read_text()
@@ -25,7 +25,7 @@ FRESH_NOISE = "test_replays_draw_fresh_noise"
 CONTINUES = "test_a_checkpoint_continues_in_captured_graphs"
 WEIGHTS_ALONE = "test_the_host_waits_for_weights_alone"
 FRESH_BATCHES = "test_replays_draw_fresh_batches"
-FROM_THE_HOST = "test_training_from_the_hosts_memory_is_the_same"
+FROM_THE_HOST = "test_training_with_the_buffer_on_the_host_is_the_same_with_graphs"
 NEWEST = "test_the_host_acts_with_the_newest_parameters"
 STEP_COUNT = (
     "self.decay.mul_(self.betas)",
@@ -46,6 +46,7 @@ HOST_NOISE = (
     "torch.rand(self.args.batch_size, dtype=torch.float64).to(self.device)",
 )
 BATCH_NOISE = "torch.rand(self.args.batch_size, dtype=torch.float64, device=self.replay.storage)"
+SHORT = {"buffer_size": 20, "learning_starts": 4, "total_timesteps": 24, "target_network_frequency": 10}
 SETTINGS = {
     "dqn": OTHERS["dqn"],  # two updates in one step
     "dqn_atari": SHORT | {"exploration_fraction": 0.9},  # some steps without a greedy action
@@ -439,7 +440,7 @@ def catch(name, algorithm, script, folder, monkeypatch):
     if name == TRAINING:
         return check_training(script, folder, settings=SETTINGS.get(algorithm), runs=[(False, False), (True, True)])
     if name == FROM_THE_HOST:
-        return check_training_from_the_host(script, folder)
+        return getattr(test_dqn_atari, name)(script, folder, monkeypatch)
     with emulated_cuda():
         if algorithm == "ppo":
             monkeypatch.setattr(test_ppo, "TURBO", script)
@@ -462,7 +463,7 @@ def simplify(algorithm, script, monkeypatch):
     if algorithm == "ppo_atari":
         test_ppo_atari.script_games(script, monkeypatch)
     elif algorithm in ("dqn_atari", "sac_atari"):
-        test_ppo_atari.script_games(script, monkeypatch, StackingPool)
+        test_ppo_atari.script_games(script, monkeypatch, test_dqn_atari.StackingPool)
 
 
 def train_on_cpu(algorithm, script, folder):

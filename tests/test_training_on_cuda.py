@@ -6,8 +6,6 @@ import pytest
 import torch
 from conftest import TURBO, algorithm, assert_same_state, leaves
 from emulated_cuda import emulated_cuda
-from test_dqn_atari import StackingPool
-from test_ppo_atari import script_games
 
 REPLAY = {"env_id": "Pendulum-v1", "batch_size": 16, "buffer_size": 60, "learning_starts": 40, "total_timesteps": 90}
 EPSILON = {"exploration_fraction": 0.3, "learning_rate": 1e-2}  # soon greedy, and soon not always of the same action
@@ -53,7 +51,6 @@ def train(script, folder, late, cudagraphs, seed, settings):
     return losses, leaves(parts)
 
 
-SHORT = {"buffer_size": 20, "learning_starts": 4, "total_timesteps": 24, "target_network_frequency": 10}  # of Atari
 RUNS = [(cudagraphs, late) for cudagraphs in (False, True) for late in (False, True)]
 
 
@@ -71,20 +68,3 @@ def check_training(script, folder, seed=1, settings=None, runs=RUNS):
 @pytest.mark.parametrize(("name", "seed", "settings"), SETTINGS)
 def test_training_is_the_same_in_all_modes_and_schedules(name, seed, settings, tmp_path):
     check_training(TURBO[name], tmp_path, seed, settings)
-
-
-def check_training_from_the_host(script, folder):
-    """As `check_training`, with the replay buffer in the host's memory."""
-    on_device = script.FrameReplay
-
-    def on_host(*args, storage):
-        return on_device(*args, torch.device("cpu"))
-
-    with patch.object(script, "FrameReplay", on_host):
-        check_training(script, folder, settings=SHORT, runs=[(False, False), (True, True)])
-
-
-@pytest.mark.parametrize("name", ["dqn_atari", "sac_atari"])
-def test_training_from_the_hosts_memory_is_the_same(name, tmp_path, monkeypatch):
-    script_games(TURBO[name], monkeypatch, StackingPool)
-    check_training_from_the_host(TURBO[name], tmp_path)
