@@ -3,6 +3,7 @@
 python benchmark/curves.py collect runs/pong pong.csv --steps 10000
 python benchmark/curves.py random pong.csv --env-id Pong-v5  # once, after `collect`, which writes the file anew
 python benchmark/curves.py draw pong.csv pong.png
+python benchmark/curves.py collect runs/pong entropy.csv --tag losses/entropy  # to draw another scalar
 """
 
 import csv
@@ -15,7 +16,9 @@ import numpy as np
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = ("exp_name", "env_id", "seed", "step", "episodic_return")
+RETURN = "charts/episodic_return"
+KEY = ("exp_name", "env_id", "seed", "step")
+COLUMNS = (*KEY, "episodic_return")
 LAST = 40  # episodes of a run that `collect` prints the mean of
 RANDOM = "random"  # exp_name of the rows of `measure_random`
 
@@ -26,26 +29,27 @@ def mean_and_error(returns):
     return f"{np.mean(returns):.2f} ± {error:.2f}"
 
 
-def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], steps: int = 1):
-    """Write the returns of all runs under `run_dir`: exp_name, env_id, seed, step, episodic_return.
+def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], steps: int = 1, tag: str = RETURN):
+    """Write the returns of all runs under `run_dir`, or another scalar of theirs: exp_name, env_id, seed, step, value.
 
-    A row is the mean over the episodes that end within `steps` steps: short episodes would make a long file.
+    A row is the mean over the values that are logged within `steps` steps: short episodes would make a long file.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    returns = defaultdict(list)
+    name = tag.split("/")[-1]
+    logged = defaultdict(list)
     for path in sorted(run_dir.rglob("summary.json")):
         config = json.loads(path.with_name("config.json").read_text())
         events = EventAccumulator(str(path.parent), size_guidance={"scalars": 0}).Reload()
-        events = events.Scalars("charts/episodic_return")
+        events = events.Scalars(tag)
         last = mean_and_error([event.value for event in events[-LAST:]])
-        print(f"{path.parent.name}: mean return {last} in the last {LAST} episodes")
+        print(f"{path.parent.name}: {name} {last} in the last {LAST} logs, up to step {events[-1].step}")
         for event in events:
             step = -(-event.step // steps) * steps
-            returns[config["exp_name"], config["env_id"], config["seed"], step].append(event.value)
-    rows = [[*key, f"{sum(values) / len(values):.2f}"] for key, values in sorted(returns.items())]
+            logged[config["exp_name"], config["env_id"], config["seed"], step].append(event.value)
+    rows = [[*key, f"{sum(values) / len(values):.4g}"] for key, values in sorted(logged.items())]
     with open(output, "w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+        csv.writer(file, lineterminator="\n").writerows([(*KEY, name), *rows])
 
 
 def random_returns(envs, games):
@@ -87,10 +91,12 @@ def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 
     print(f"{returns.size} games: mean return {mean}, standard deviation {returns.std():.2f}")
 
 
-def draw(data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], window: int = 5):
+def draw(
+    data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], window: int = 5, level: float | None = None
+):
     """Draw each experiment's seeds, as moving means over `window` rows, and its mean over seeds as far as all go.
 
-    The mean of a random policy's returns is a dashed line.
+    The mean of a random policy's returns is a dashed line, and so is `level`, such as a target.
     """
     import matplotlib
 
@@ -102,21 +108,22 @@ def draw(data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], w
     with open(data) as file:
         for row in csv.DictReader(file):
             env_id = row["env_id"]
-            episodic_return = float(row["episodic_return"])
+            *_, name = row
+            value = float(row[name])
             if row["exp_name"] == RANDOM:
-                random.append(episodic_return)
+                random.append(value)
                 continue
-            steps, returns = runs[row["exp_name"], row["seed"]]
+            steps, values = runs[row["exp_name"], row["seed"]]
             steps.append(int(row["step"]))
-            returns.append(episodic_return)
+            values.append(value)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     grid = np.linspace(0, max(max(steps) for steps, _ in runs.values()), 200)
     for i, exp_name in enumerate(sorted({exp_name for exp_name, _ in runs})):
         curves = []
-        for (name, _), (steps, returns) in runs.items():
-            if name == exp_name:
-                width = min(window, len(returns))
-                smooth = np.convolve(returns, np.ones(width) / width, "valid")
+        for (run_name, _), (steps, values) in runs.items():
+            if run_name == exp_name:
+                width = min(window, len(values))
+                smooth = np.convolve(values, np.ones(width) / width, "valid")
                 axes.plot(steps[width - 1 :], smooth, color=f"C{i}", alpha=0.35, linewidth=1)
                 curves.append(np.interp(grid, steps[width - 1 :], smooth, left=np.nan, right=np.nan))
         seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
@@ -124,7 +131,9 @@ def draw(data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], w
     if random:
         mean = np.mean(random)
         axes.axhline(mean, color="black", linestyle="--", label=f"random policy, {len(random)} games: {mean:.1f}")
-    axes.set(xlabel="environment steps", ylabel="episodic return (moving mean)", title=env_id)
+    if level is not None:
+        axes.axhline(level, color="black", linestyle="--", label=f"{level}")
+    axes.set(xlabel="environment steps", ylabel=f"{name.replace('_', ' ')} (moving mean)", title=env_id)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(output, dpi=120)

@@ -100,3 +100,40 @@ class Catch:
         self.begin(begins)
         infos = {"reward": rewards, "terminated": self.ended.astype(np.int32)}
         return self.observe(), rewards, self.ended, np.zeros(self.num_envs, bool), infos
+
+
+class CatchFrameByFrame(Catch):
+    """Catch that shows one new frame in each step, as a game does: in three steps after a throw actions do nothing.
+
+    So the stacks can be put together again from single frames, and a ball takes five steps.
+    """
+
+    def reset(self):
+        super().reset()
+        self.show_throw()
+        self.stacks = np.repeat(self.next_frame()[:, None], 4, axis=1)
+        return self.stacks, {}
+
+    def show_throw(self):
+        """From now on the four frames of the last throw are shown; all environments throw in the same step."""
+        self.unseen = [self.frames[:, i].copy() for i in range(4)]
+
+    def next_frame(self):
+        return self.unseen.pop(0)
+
+    def recv(self):
+        if self.unseen:
+            nothing = np.zeros(self.num_envs)
+            never = nothing.astype(bool)
+            outcome = nothing, never, never, {"reward": nothing, "terminated": nothing.astype(np.int32)}
+        else:
+            starts_game = self.ended.all()
+            _, *outcome = super().recv()
+            if (self.remaining == FLIGHT).all():
+                self.show_throw()
+            else:
+                self.unseen = [self.frames[:, -1]]
+            if starts_game:
+                self.stacks = np.repeat(self.unseen[0][:, None], 4, axis=1)
+        self.stacks = np.concatenate((self.stacks[:, 1:], self.next_frame()[:, None]), axis=1)
+        return self.stacks, *outcome

@@ -6,8 +6,8 @@
 
 With torch 2.0.1, the PyTorch of the study of 2023, --write counts for the column of that version alone:
 
-    python3.10 -m venv /tmp/torch201 && /tmp/torch201/bin/pip install torch==2.0.1 "numpy<2"
-    /tmp/torch201/bin/python doc/examples/graph_breaks/table.py --write
+    python3.10 -m venv old-torch && old-torch/bin/pip install torch==2.0.1 "numpy<2"
+    old-torch/bin/python doc/examples/graph_breaks/table.py --write
 """
 
 import argparse
