@@ -4,9 +4,10 @@
     python benchmark/launches.py --write  # three minutes; also rewrite launches.json and the table in doc/speed.md
 
 What is counted is `train` itself, in steady state and with the scripts' defaults, save for a small replay buffer, an
-early start of learning and, for DQN, no random actions. Eager code and CUDA graphs run on the emulated CUDA device of
-tests/emulated_cuda.py. Compiled code runs on the CPU: kernels are those that inductor makes for it, called from Python
-as on CUDA. There it fuses differently; the matmuls are much the same.
+early start of learning, for DQN no random actions, and for Atari's DQN and SAC target networks that move in time to be
+counted. Eager code and CUDA graphs run on the emulated CUDA device of tests/emulated_cuda.py. Compiled code runs on the
+CPU: kernels are those that inductor makes for it, called from Python as on CUDA. There it fuses differently; the
+matmuls are much the same.
 
 "leanrl_2024" in launches.json is what the LeanRL of 2024 costs, and how that was counted; --write leaves it as it is.
 """
@@ -36,17 +37,21 @@ PAGE = ROOT / "doc" / "speed.md"
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 MODES = {"eager": {}, "cudagraphs": {"cudagraphs": True}, "compile": {"compile": True, "cuda": False}}
 EARLY = {"learning_starts": 190, "buffer_size": 1000}
+EARLY_ATARI = EARLY | {"target_network_frequency": 100}
+GREEDY = {"start_e": 0.0, "end_e": 0.0}
 RUNS = {  # name, flags, and how many steps to count: whole periods of all that is not done in each step
     "sac_continuous_action": ("SAC", EARLY, 100),
     "td3_continuous_action": ("TD3", EARLY, 100),
     "ppo_continuous_action": ("PPO", {}, 2048),
     "ppo_atari_envpool": ("PPO, Atari", {}, 128),
-    "dqn": ("DQN", EARLY | {"start_e": 0.0, "end_e": 0.0}, 500),
+    "dqn": ("DQN", EARLY | GREEDY, 500),
+    "dqn_atari": ("DQN, Atari", EARLY_ATARI | GREEDY, 100),
+    "sac_atari": ("SAC-discrete, Atari", EARLY_ATARI, 100),
 }
 PARTS = ("update", "update_target", "losses")  # methods that are counted by themselves; all else is the step
 MARKERS = ("<!-- launches.py writes from here", "<!-- to here -->")
 WIDE = ("sac_continuous_action", "td3_continuous_action")  # whose updates' matmuls are 256 by 256 by 256 or so
-IMAGES = ("ppo_atari_envpool",)  # whose convolutions nobody has timed
+IMAGES = ("ppo_atari_envpool", "dqn_atari", "sac_atari")  # whose convolutions nobody has timed
 NODE_US, MATMUL_US = (2, 2.5), (5, 6)  # an estimate for an H100-class card, see doc/speed.md
 COLUMNS = ("operators", "matmuls", "kernels", "replays", "nodes", "h2d", "h2d bytes", "d2h", "d2h bytes", "waits")
 
@@ -244,7 +249,7 @@ def table(data):
     for algo, modes in data["scripts"].items():
         name, *_ = RUNS[algo]
         lines += [row(name, algo, mode, modes) for mode in modes]
-        earlier = data["leanrl_2024"]["scripts"][algo]
+        earlier = data["leanrl_2024"]["scripts"].get(algo, {})  # it had no DQN and no SAC for Atari
         lines += [row("LeanRL of 2024", algo, mode, earlier) for mode in earlier]
     return "\n".join(lines)
 

@@ -1,20 +1,46 @@
-"""DQN and SAC for Atari: plain against turbo."""
+"""DQN and SAC for Atari: plain against turbo, and CUDA graphs."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import MODES, PLAIN, TURBO, assert_learners_agree, copy_networks, make_learner
+from conftest import (
+    MODES,
+    PLAIN,
+    TURBO,
+    algorithm,
+    assert_close_in_norm,
+    assert_learners_agree,
+    copy_networks,
+    learnt,
+    make_envs,
+    make_learner,
+    saved,
+)
 from test_dqn_atari import StackingPool
+from test_ppo_atari import script_games
+
+NAMES = ("dqn_atari", "sac_atari")
+GRAPHS = ("cudagraphs", "compile+cudagraphs")
+
+
+@pytest.fixture(params=NAMES)
+def turbo(request):
+    return TURBO[request.param]
+
+
+@pytest.fixture(autouse=True)
+def pools(monkeypatch):
+    for name in NAMES:
+        for module in (PLAIN[name], TURBO[name]):
+            script_games(module, monkeypatch, StackingPool)
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
-@pytest.mark.parametrize("name", ["dqn_atari", "sac_atari"])
-def test_turbo_equals_plain(name, mode, monkeypatch):
+@pytest.mark.parametrize("name", NAMES)
+def test_turbo_equals_plain(name, mode):
     """From the same weights and replay buffers, all agrees after one update and after fifty."""
-    for module in (PLAIN[name], TURBO[name]):
-        monkeypatch.setattr(module, "make_pool", lambda args, num_envs, seed, **settings: StackingPool(seed=seed))
     plain = make_learner(PLAIN[name], num_envs=4)
     turbo = make_learner(TURBO[name], num_envs=4, **MODES[mode])
     copy_networks(plain, turbo)
@@ -40,3 +66,75 @@ def test_turbo_equals_plain(name, mode, monkeypatch):
         if update == 0:
             assert_learners_agree(plain, turbo, applies, tolerance=3e-5)
     assert_learners_agree(plain, turbo, applies, tolerance=1e-4, gradient_tolerance=3e-3)
+
+
+def advance(turbo, learner, steps):
+    """Make steps of games that begin as `train` does, but without random actions and with all updates in each."""
+    exploration = (0.0,) if algorithm(turbo) == "dqn_atari" else ()
+    envs = make_envs(turbo, learner.args)
+    learner.begin(envs.reset()[0], *exploration)
+    for _ in range(steps):
+        actions = learner.next_actions()
+        obs, rewards, terminated, _, infos = envs.step(actions)
+        learner.observe(obs, *exploration, actions, rewards, terminated, infos["is_reset"])
+        learner.update()
+        learner.update_target()
+
+
+def learner_on_cuda(turbo, mode, **kwargs):
+    """A learner past capture."""
+    learner = make_learner(turbo, device="cuda", batch_size=4, **kwargs, **MODES[mode])
+    advance(turbo, learner, 5)
+    return learner
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", GRAPHS)
+def test_replays_draw_fresh_batches(turbo, mode):
+    """Where next to nothing is learnt, a loss shows which batch was drawn."""
+    rates = ["learning_rate"] if algorithm(turbo) == "dqn_atari" else ["q_lr", "policy_lr"]
+    learner = learner_on_cuda(turbo, mode, **dict.fromkeys(rates, 1e-12))
+    losses = set()
+    for _ in range(4):
+        learner.update()
+        losses.add(tuple(learner.losses().values()))
+    assert len(losses) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", GRAPHS)
+def test_replays_draw_fresh_noise(mode, turbo=TURBO["sac_atari"]):
+    """Past capture, the same observation gets several actions."""
+    learner = learner_on_cuda(turbo, mode)
+    seen = set()
+    for _ in range(20):
+        learner.begin(np.zeros(learner.obs.shape, np.uint8))
+        seen.add(tuple(learner.next_actions().tolist()))
+    assert len(seen) > 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", GRAPHS)
+def test_the_host_waits_for_actions_alone(turbo, mode):
+    """In the steady loop only the event of `next_actions` synchronises, which the debug mode does not count."""
+    learner = learner_on_cuda(turbo, mode)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        advance(turbo, learner, 3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", GRAPHS)
+def test_a_checkpoint_continues_in_captured_graphs(turbo, mode):
+    """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
+    learner = learner_on_cuda(turbo, mode)
+    state = saved(learner)
+    results = []
+    for _ in range(2):
+        learner.load_state_dict(state)
+        advance(turbo, learner, 3)
+        results.append(learnt(learner))
+    assert_close_in_norm(results[1], results[0], 1e-3, least=1e-6)

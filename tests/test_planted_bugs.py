@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+import test_atari_off_policy
 import test_dqn
+import test_dqn_atari
 import test_ppo
 import test_ppo_atari
 import test_replay
@@ -22,6 +24,8 @@ ACTIONS_ALONE = "test_the_host_waits_for_actions_alone"
 FRESH_NOISE = "test_replays_draw_fresh_noise"
 CONTINUES = "test_a_checkpoint_continues_in_captured_graphs"
 WEIGHTS_ALONE = "test_the_host_waits_for_weights_alone"
+FRESH_BATCHES = "test_replays_draw_fresh_batches"
+FROM_THE_HOST = "test_training_with_the_buffer_on_the_host_is_the_same_with_graphs"
 NEWEST = "test_the_host_acts_with_the_newest_parameters"
 STEP_COUNT = (
     "self.decay.mul_(self.betas)",
@@ -41,6 +45,13 @@ HOST_NOISE = (
     "torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)",
     "torch.rand(self.args.batch_size, dtype=torch.float64).to(self.device)",
 )
+BATCH_NOISE = "torch.rand(self.args.batch_size, dtype=torch.float64, device=self.replay.storage)"
+SHORT = {"buffer_size": 20, "learning_starts": 4, "total_timesteps": 24, "target_network_frequency": 10}
+SETTINGS = {
+    "dqn": OTHERS["dqn"],  # two updates in one step
+    "dqn_atari": SHORT | {"exploration_fraction": 0.9},  # some steps without a greedy action
+    "sac_atari": SHORT,
+}
 BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     ("sac", "no wait for the actions", "self.actions_ready.synchronize()", "pass", TRAINING),
     (
@@ -305,14 +316,131 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         ACTIONS_ALONE,
     ),
     ("ppo_atari", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
+    ("dqn_atari", "no wait for the actions", "self.actions_ready.synchronize()", "pass", TRAINING),
+    (
+        "dqn_atari",
+        "no wait where all actions are random",
+        "self.actions_ready.synchronize()",
+        "self.explore.all() or self.actions_ready.synchronize()",
+        TRAINING,
+    ),
+    (
+        "dqn_atari",
+        "cursor of the frames kept in Python",
+        "self.written.add_(1)",
+        "self.steps = getattr(self, 'steps', 0) + 1\n        self.written.fill_(self.steps)",
+        TRAINING,
+    ),
+    (
+        "dqn_atari",
+        "a tensor left on the CPU",
+        "torch.arange(self.stack, -1, -1, device=self.storage)",
+        "torch.arange(self.stack, -1, -1)",
+        TRAINING,
+    ),
+    (
+        "dqn_atari",
+        "target network rebound instead of moved",
+        "self.target_weights.lerp_(",
+        "self.target_weights = self.target_weights.lerp(",
+        TRAINING,
+    ),
+    (
+        "dqn_atari",
+        "batch drawn once",
+        BATCH_NOISE,
+        f"self.__dict__.setdefault('drawn', {BATCH_NOISE})",
+        FRESH_BATCHES,
+    ),
+    (
+        "dqn_atari",
+        "batch of the host rebound instead of filled",
+        "fill(self.batch, batch)",
+        "self.batch = batch",
+        FROM_THE_HOST,
+    ),
+    (
+        "dqn_atari",
+        "loaded by rebinding after capture",
+        "target.copy_(piece)",
+        "target.copy_(piece)\n        self.stored = self.stored.clone()",
+        CONTINUES,
+    ),
+    (
+        "dqn_atari",
+        "observations sent by a copy that waits",
+        "self.obs.copy_(self.host_obs, non_blocking=True)",
+        "self.obs.copy_(self.host_obs)",
+        ACTIONS_ALONE,
+    ),
+    (
+        "dqn_atari",
+        "number of transitions read by the host",
+        "self.stored.add_(count[-1])",
+        "self.stored.add_(int(count[-1]))",
+        TRAINING,
+    ),
+    (
+        "dqn_atari",
+        "depth of the stacks rebound instead of filled",
+        "self.depth.add_(1).clamp_(max=self.stack).masked_fill_(",
+        "self.depth = self.depth.add(1).clamp(max=self.stack).masked_fill(",
+        TRAINING,
+    ),
+    (
+        "dqn_atari",
+        "batch drawn by the host",
+        BATCH_NOISE,
+        "torch.rand(self.args.batch_size, dtype=torch.float64).to(self.device)",
+        TRAINING,
+    ),
+    (
+        "sac_atari",
+        "event recorded before the copy that it stands for",
+        "self.host_actions.copy_(self.actions, non_blocking=True)\n        self.actions_ready.record()",
+        "self.actions_ready.record()\n        self.host_actions.copy_(self.actions, non_blocking=True)",
+        TRAINING,
+    ),
+    (
+        "sac_atari",
+        "noise drawn outside of the graph",
+        "if self.cudagraphs:\n",
+        "if self.cudagraphs:\n"
+        "            clocks = torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_()\n"
+        "            self.decide = lambda _, decide=self.decide: decide(clocks)\n",
+        TRAINING,
+    ),
+    (
+        "sac_atari",
+        "noise drawn once",
+        "torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_()",
+        "self.__dict__.setdefault('drawn', torch.rand(self.num_envs, self.num_actions, device=self.device))",
+        FRESH_NOISE,
+    ),
+    (
+        "sac_atari",
+        "temperature rebound instead of filled",
+        'self.optimizers["alpha"].step(self.log_alpha',
+        'self.log_alpha = self.log_alpha.clone()\n            self.optimizers["alpha"].step(self.log_alpha',
+        TRAINING,
+    ),
+    (
+        "sac_atari",
+        "loaded by rebinding after capture",
+        "fill(tensors, saved)\n        if",
+        "self.log_alpha = self.log_alpha.clone()\n        fill(self.tensors(), saved)\n        if",
+        CONTINUES,
+    ),
+    ("sac_atari", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
 ]
 
 
 def catch(name, algorithm, script, folder, monkeypatch):
     """Run the test of this name on `script`."""
     if name == TRAINING:
-        settings = OTHERS["dqn"] if algorithm == "dqn" else None  # two updates in one step
-        return check_training(script, folder, settings=settings, runs=[(False, False), (True, True)])
+        return check_training(script, folder, settings=SETTINGS.get(algorithm), runs=[(False, False), (True, True)])
+    if name == FROM_THE_HOST:
+        return getattr(test_dqn_atari, name)(script, folder, monkeypatch)
     with emulated_cuda():
         if algorithm == "ppo":
             monkeypatch.setattr(test_ppo, "TURBO", script)
@@ -323,18 +451,23 @@ def catch(name, algorithm, script, folder, monkeypatch):
         elif algorithm == "dqn":
             monkeypatch.setitem(test_dqn.CUDA, "script", script)
             getattr(test_dqn.TestTheLoopOnCuda(), name)("cudagraphs")
+        elif algorithm in ("dqn_atari", "sac_atari"):
+            getattr(test_atari_off_policy, name)(turbo=script, mode="cudagraphs")
         else:
             getattr(test_replay, name)(script, "cudagraphs")
 
 
-def use_scripted_games(algorithm, script, monkeypatch):
-    """Keep actions that are none from envpool, which takes them as addresses."""
+def simplify(algorithm, script, monkeypatch):
+    """Keep actions that are none from envpool, which takes them as addresses, and export no policies, to save time."""
+    monkeypatch.setattr(script, "export_policy", lambda policy, envs, path: None)
     if algorithm == "ppo_atari":
         test_ppo_atari.script_games(script, monkeypatch)
+    elif algorithm in ("dqn_atari", "sac_atari"):
+        test_ppo_atari.script_games(script, monkeypatch, test_dqn_atari.StackingPool)
 
 
 def train_on_cpu(algorithm, script, folder):
-    sizes = SIZES[algorithm] | {"checkpoint_interval": 32, "run_dir": str(folder)}
+    sizes = SIZES[algorithm] | SETTINGS.get(algorithm, {}) | {"checkpoint_interval": 32, "run_dir": str(folder)}
     script.train(script.Args(**sizes))
 
 
@@ -344,7 +477,7 @@ def test_a_planted_bug_is_caught(algorithm, bug, old, new, caught_by, tmp_path, 
     source = (ROOT / "leanrl" / f"{name}.py").read_text()
     assert source.count(old) == 1, f"not there once: {old}"
     script = load_copy(name, source.replace(old, new), tmp_path)
-    use_scripted_games(algorithm, script, monkeypatch)
+    simplify(algorithm, script, monkeypatch)
     train_on_cpu(algorithm, script, tmp_path / "cpu")
     with pytest.raises((AssertionError, RuntimeError, SystemExit)) as caught:
         catch(caught_by, algorithm, script, tmp_path / "runs", monkeypatch)
@@ -355,10 +488,10 @@ def test_a_planted_bug_is_caught(algorithm, bug, old, new, caught_by, tmp_path, 
 
 @pytest.mark.parametrize(("algorithm", "test"), sorted({(bug[0], bug[-1]) for bug in BUGS}))
 def test_the_scripts_as_they_are_pass(algorithm, test, tmp_path, monkeypatch):
-    use_scripted_games(algorithm, TURBO[algorithm], monkeypatch)
+    simplify(algorithm, TURBO[algorithm], monkeypatch)
     catch(test, algorithm, TURBO[algorithm], tmp_path, monkeypatch)
 
 
 def test_the_page_has_all_planted_bugs():
-    rows = re.findall(r"^\| (sac|td3|ppo|dqn|ppo_atari) \| (.*?) \| `(\w+)` \|", PAGE, re.M)
+    rows = re.findall(r"^\| (sac|td3|ppo|dqn|ppo_atari|dqn_atari|sac_atari) \| (.*?) \| `(\w+)` \|", PAGE, re.M)
     assert sorted(rows) == sorted((algorithm, bug, caught_by) for algorithm, bug, _, _, caught_by in BUGS)

@@ -88,10 +88,10 @@ def pools(monkeypatch):
         script_games(module, monkeypatch)
 
 
-def script_games(module, monkeypatch, **scripted):
+def script_games(module, monkeypatch, pool=ScriptedPool, **scripted):
     def make_pool(args, num_envs, seed, **settings):
         games = itertools.islice(itertools.cycle(GAMES), num_envs)
-        return ScriptedPool(**{"games": list(games), "seed": seed} | scripted)
+        return pool(**{"games": list(games), "seed": seed} | scripted)
 
     monkeypatch.setattr(module, "make_pool", make_pool)
 
