@@ -18,7 +18,7 @@ PACKAGES += ("stable-baselines3", "sbx-rl", "jax")  # of those to compare with
 
 
 def machine():
-    """Processor, cores, memory in GiB, card and its driver (None without one) and versions; nothing that names a host."""
+    """Processor, cores, memory in GiB, card and driver (None without one) and versions; nothing that names a host."""
     cuda = torch.cuda.is_available()
     return {
         "cpu": processor(Path("/proc/cpuinfo")),
