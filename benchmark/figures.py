@@ -56,7 +56,7 @@ def middle_and_interval(curves):
 def last_return(curve):
     """The mean return in the last tenth of the steps of a curve, rows of step, seconds and return."""
     steps, _, returns = np.array(curve).T
-    return returns[steps >= 0.9 * steps[-1]].mean()
+    return returns[steps > 0.9 * steps[-1]].mean()
 
 
 def speed_ratios(results):

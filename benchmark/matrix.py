@@ -102,8 +102,12 @@ class Job:
         """Train; the modes' exit codes."""
         for mode in self.modes:
             shutil.rmtree(self.folder(mode), ignore_errors=True)  # of a round that was interrupted
-        if not self.learn:
-            return run.run_round(self.args, self.modes, self.seed, on_turn)
+        if self.learn:
+            return self.run_alone(on_turn)
+        return run.run_round(self.args, self.modes, self.seed, on_turn)
+
+    def run_alone(self, on_turn):
+        """Train the one mode of a learning run, without turns."""
         (mode,) = self.modes
         on_turn(mode)
         monitor = Monitor(self.args.monitor)
@@ -187,20 +191,21 @@ def jobs(args):
 
 
 def write(path, result):
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file, whole or not at all; a line for each part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in result.items()]
+    temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     os.replace(temporary, path)
 
 
 def measure(todo, out, here):
     """Run all jobs that are not finished, with a progress bar that counts their expected seconds."""
     done = [job for job in todo if job.finished(out)]
-    bar_format = "{l_bar}{bar}| {elapsed}, {remaining} left {postfix}"
+    bar_format = "{l_bar}{bar}| {elapsed}, {remaining} left{postfix}"
     total = sum(job.seconds for job in todo)
     initial = sum(job.seconds for job in done)
-    with tqdm(total=total, initial=initial, bar_format=bar_format) as bar:
+    with tqdm(total=total, initial=initial, bar_format=bar_format, smoothing=0) as bar:
         for job in todo:
             if job in done:
                 continue

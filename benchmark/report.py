@@ -145,7 +145,7 @@ def speed_rows(results):
 def caption(results):
     """What the results of a machine have in common."""
     machine = results[0]["machine"]
-    torch = sorted({result["machine"]["packages"]["torch"] for result in results})
+    torch = sorted({result["machine"]["packages"]["torch"].split("+")[0] for result in results})
     matmuls = sorted({result["summary"]["matmul_precision"] for result in figures.done(results)})
     seeds = sorted({result["seed"] for result in results})
     text = f"{describe(machine)}; torch {', '.join(torch)}; precision of float32 matmuls: {', '.join(matmuls)}; "
