@@ -8,17 +8,27 @@ import io
 
 import numpy as np
 
-POINTS = 200
+NAMES = {
+    "sac_continuous_action": "SAC",
+    "td3_continuous_action": "TD3",
+    "ppo_continuous_action": "PPO",
+    "ppo_atari_envpool": "PPO",
+    "dqn": "DQN",
+    "dqn_atari": "DQN",
+    "sac_atari": "SAC",
+}
+POINTS = 100
 STYLES = {  # colour, line style, hatch
     "plain": ("#000000", "-", ""),
     "eager": ("#E69F00", "--", "//"),
-    "compile": ("#0072B2", "-.", ".."),
+    "compile": ("#0072B2", "-.", "\\\\"),
     "cudagraphs": ("#009E73", ":", "xx"),
-    "compile+cudagraphs": ("#D55E00", (0, (5, 1)), "\\\\"),
-    "sb3": ("#56B4E9", (0, (1, 1)), "oo"),
+    "compile+cudagraphs": ("#D55E00", (0, (5, 1)), "--"),
+    "sb3": ("#56B4E9", (0, (1, 1)), "||"),
     "sbx": ("#CC79A7", (0, (3, 1, 1, 1)), "++"),
 }
-OTHER = ("#999999", (0, (1, 3)), "--")
+OTHER = ("#999999", (0, (1, 3)), "")
+LEGEND = {"loc": "outside lower center", "ncols": 5, "fontsize": 9, "handlelength": 3}
 SETTINGS = {
     "svg.hashsalt": "leanrl",  # the same file each time
     "svg.fonttype": "none",
@@ -29,6 +39,11 @@ SETTINGS = {
     "grid.alpha": 0.3,
     "hatch.linewidth": 0.5,
 }
+
+
+def named(algo, env_id):
+    """What tables and figures call an algorithm in an environment."""
+    return f"{NAMES[algo]}, {env_id}"
 
 
 def interquartile_mean(values, axis=-1):
@@ -86,10 +101,11 @@ def speed_bars(plt, groups):
         look = {"facecolor": "white" if hatch else colour, "edgecolor": colour, "hatch": hatch, "label": mode}
         places = np.arange(len(groups)) + (i + 0.5) * width - 0.4
         axes.bar(places, middle, width, yerr=error, capsize=2, **look)
-    axes.set_xticks(range(len(groups)), [f"{algo}\n{env_id}" for algo, env_id in groups], fontsize=7)
+    names = [named(*group).replace(", ", "\n") for group in groups]
+    axes.set_xticks(range(len(groups)), names, fontsize=9)
     axes.set(ylabel="speed, ratio to plain")
     axes.grid(axis="x", visible=False)
-    axes.legend()
+    figure.legend(**LEGEND)
     return figure
 
 
@@ -111,7 +127,7 @@ def learning_curves(plt, title, modes):
             axes.fill_between(grid / unit, low, high, color=colour, alpha=0.15, linewidth=0)
     both[0].set(xlabel="environment steps", ylabel="episodic return")
     both[1].set(xlabel="wall-clock, minutes")
-    both[0].legend()
+    figure.legend(*both[0].get_legend_handles_labels(), **LEGEND)
     figure.suptitle(title)
     return figure
 
@@ -127,7 +143,7 @@ def load_curves(plt, title, tables):
             samples = np.array(table["rows"])
             axes.plot(samples[:, 0], samples[:, table["columns"].index(column)], color=colour, ls=style, label=mode)
         axes.set(xlabel="seconds of the mode's own turns", ylabel=names[column], ylim=(0, None))
-    rows[0, 0].legend()
+    figure.legend(*rows[0, 0].get_legend_handles_labels(), **LEGEND)
     figure.suptitle(title)
     return figure
 
@@ -152,7 +168,7 @@ def draw(groups):
             for slug, own in by_machine.items():
                 for (algo, env_id), modes in own.items():
                     name = f"{slug}_{algo}_{env_id}".replace("/", "-")
-                    title = f"{algo}, {env_id}"
+                    title = named(algo, env_id)
                     if kind == "learning" and any(run.get("curve") for runs in modes.values() for run in runs):
                         drawn[f"learning_{name}"] = save(learning_curves(plt, title, modes))
                     tables = {mode: done(runs)[0].get("monitor") for mode, runs in modes.items() if done(runs)}

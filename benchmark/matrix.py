@@ -44,7 +44,7 @@ class Args(run.RunArgs):
     learn: bool = False
     """learning curves instead of speed: each run by itself, at the published budget"""
     out: Path | None = None
-    """folder for the results (by default results)"""
+    """folder for the results (by default results); those of other flags, such as another precision, need their own"""
     run_dir: Path = Path("runs/matrix")
     """folder for the runs and their logs"""
     dry_run: bool = False

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 INTERVAL = 0.5  # seconds
-ROWS = 200  # of a table
+ROWS = 100  # of a table
 TICKS = os.sysconf("SC_CLK_TCK")
 CPU_COLUMNS = ["seconds", "cores"]
 GPU_COLUMNS = ["gpu_percent", "gpu_memory_mib", "gpu_watts"]

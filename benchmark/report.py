@@ -19,20 +19,12 @@ from pathlib import Path
 
 import figures
 import tyro
+from figures import named
 from machine import describe
 from run import DEFAULTS, MODES, spread
 from tables import with_table
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = {
-    "sac_continuous_action": "SAC",
-    "td3_continuous_action": "TD3",
-    "ppo_continuous_action": "PPO",
-    "ppo_atari_envpool": "PPO",
-    "dqn": "DQN",
-    "dqn_atari": "DQN",
-    "sac_atari": "SAC",
-}
 SPEED = ("", "mode", "steps/s", "ratio to plain", "warm-up, s", "pays off after, steps")
 LEARNING = ("", "mode", "seeds", "steps", "return at the end", "95% interval", "minutes")
 MACHINES = ("machine", "driver", "packages")
@@ -136,9 +128,9 @@ def speed_rows(results):
         measured = {env_id: group for (name, env_id), group in groups.items() if name == algo}
         for env_id, group in measured.items():
             every = dict.fromkeys([*modes, *group])
-            rows += [speed_row(f"{NAMES[algo]}, {env_id}", mode, group.get(mode, [])) for mode in every]
+            rows += [speed_row(named(algo, env_id), mode, group.get(mode, [])) for mode in every]
         if not measured:
-            rows.append(speed_row(f"{NAMES[algo]}, {task.env_id}", "all", []))
+            rows.append(speed_row(named(algo, task.env_id), "all", []))
     return rows
 
 
@@ -159,7 +151,7 @@ def learning_tables(results):
     for own in results["learning"].values():
         groups = grouped(own)
         rows = [
-            learning_row(f"{NAMES[algo]}, {env_id}", mode, runs)
+            learning_row(named(algo, env_id), mode, runs)
             for (algo, env_id), modes in groups.items()
             for mode, runs in modes.items()
         ]

@@ -160,7 +160,7 @@ def test_a_monitor_sees_who_works(tmp_path):
     _, (_, cores) = watch.table("idle")["rows"]
     assert cores == 0
     watch.samples["long"] = [[i, 2 * i] for i in range(1000)]
-    assert watch.table("long")["rows"][:2] == [[2, 4], [7, 14]] and len(watch.table("long")["rows"]) == 200
+    assert watch.table("long")["rows"][:2] == [[4.5, 9], [14.5, 29]] and len(watch.table("long")["rows"]) == 100
 
 
 def test_a_monitor_reads_a_card(monkeypatch):
