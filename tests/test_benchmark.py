@@ -271,7 +271,7 @@ def test_matrix_goes_on_after_it_was_killed(tmp_path, stand_ins, monkeypatch):
     lines += ["matrix.main(matrix.Args(**settings))"]
     with open(tmp_path / "matrix.log", "w") as log:
         process = subprocess.Popen([sys.executable, "-c", "\n".join(lines)], stderr=log, stdout=log)
-    deadline = time.time() + 120
+    deadline = time.time() + 60
     while len(notes()) < 4 and time.time() < deadline:
         time.sleep(0.05)
     process.kill()
