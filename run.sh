@@ -1,8 +1,5 @@
 #!/usr/bin/env bash
-# Prints the speed table: every algorithm in every mode, three seeds each. Arguments go to benchmark/run.py.
+# Measures every algorithm in every mode with three seeds, and prints the table; see benchmark/matrix.py for the flags.
 set -euo pipefail
 cd "$(dirname "$0")"
-for script in leanrl/*_torchcompile.py; do
-  algo=$(basename "$script" _torchcompile.py)
-  python benchmark/run.py --algo "$algo" --run-dir "runs/benchmark/$algo" "$@"
-done
+exec python benchmark/matrix.py "$@"

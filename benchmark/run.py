@@ -4,11 +4,13 @@
 
 Each seed is one round of all modes, each in a process of its own. Once warm they train in turns (turns.py), from log to
 log for at least a sixtieth of the steps, so that a machine that slows down for a while slows all of them. Compiled
-modes start with an empty compiler cache: warm-up is what a first run waits for. The summaries stay under --run-dir;
---report-only prints their table again.
+modes start with an empty compiler cache: warm-up is what a first run waits for. A mode that crashes leaves the others
+alone. The summaries stay under --run-dir; --report-only prints their table again. matrix.py does this for all
+algorithms and keeps the results as data.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -17,10 +19,13 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import tyro
+from monitor import Monitor
 
 HERE = Path(__file__).resolve().parent
 MODES = {
@@ -31,23 +36,33 @@ MODES = {
     "compile+cudagraphs": ["turns.py", "{algo}_torchcompile", "--compile", "--cudagraphs"],
 }
 PEERS = {"sb3": ["sb3.py"]}  # only when asked for, and only for PPO
-DEFAULTS = {  # environment and steps: warm-up and a minute or so of steady training
-    "sac_continuous_action": ("HalfCheetah-v5", 9_000),
-    "td3_continuous_action": ("HalfCheetah-v5", 30_000),
-    "ppo_continuous_action": ("HalfCheetah-v5", 60_000),
-    "ppo_atari_envpool": ("Breakout-v5", 20_000),
-    "dqn": ("CartPole-v1", 100_000),
+
+
+class Task(NamedTuple):
+    """What an algorithm is measured on. Steps are those of all environments together."""
+
+    env_id: str
+    steps: int  # warm-up and two minutes or so of steady training by the plain script on 2 cores
+    quick_steps: int  # the same with 40 seconds
+    budget: int  # of a learning run, as published
+    speed: int  # steps per second of the plain script on 2 cores, only to tell how long a matrix takes
+    flags: str = ""  # of the speed rounds, so that they soon come to steady state
+
+
+FULL_SOON = "--learning-starts 1000 --buffer-size 100000"
+DEFAULTS = {
+    "sac_continuous_action": Task("HalfCheetah-v5", 15_000, 9_000, 1_000_000, 100),
+    "td3_continuous_action": Task("HalfCheetah-v5", 45_000, 32_000, 1_000_000, 170),
+    "ppo_continuous_action": Task("HalfCheetah-v5", 150_000, 60_000, 1_000_000, 1300),
+    "ppo_atari_envpool": Task("Breakout-v5", 40_000, 16_000, 10_000_000, 350),
+    "dqn": Task("CartPole-v1", 400_000, 150_000, 500_000, 3700),
+    "dqn_atari": Task("Breakout-v5", 14_000, 6_000, 10_000_000, 120, FULL_SOON),
+    "sac_atari": Task("BeamRider-v5", 4_000, 2_000, 5_000_000, 25, FULL_SOON),
 }
 
 
 @dataclass
-class Args:
-    algo: str = "sac_continuous_action"
-    """name of the plain script, without .py"""
-    modes: tuple[str, ...] = tuple(MODES)
-    """modes to run, and sb3 (Stable-Baselines3, PPO only); without a CUDA device those with cudagraphs are left out"""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """one round of all modes for each seed"""
+class RunArgs:
     env_id: str | None = None
     """gymnasium environment (by default the algorithm's in DEFAULTS)"""
     num_envs: int | None = None
@@ -56,55 +71,102 @@ class Args:
     """environment steps of each run (by default the algorithm's in DEFAULTS)"""
     flags: str = ""
     """more flags for the scripts, in one word: --flags="--env-backend envpool" """
+    monitor: bool = False
+    """also record how busy processor and card are (a card needs nvidia-ml-py)"""
+
+
+@dataclass
+class Args(RunArgs):
+    algo: str = "sac_continuous_action"
+    """name of the plain script, without .py"""
+    modes: tuple[str, ...] = tuple(MODES)
+    """modes to run, and sb3 (Stable-Baselines3, PPO only); without a CUDA device those with cudagraphs are left out"""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """one round of all modes for each seed"""
     run_dir: Path = Path("runs/benchmark")
-    """folder for the runs, one sub-folder per mode and seed"""
+    """folder for the runs, one sub-folder per mode and seed, with log.txt and, if asked for, monitor.json"""
     report_only: bool = False
     """print the table of the runs that are already in --run-dir"""
 
 
-def start(args, mode, seed, folder, cache):
-    """Start one mode with one seed in a process of its own, whose progress goes to log.txt in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    env_id, total_timesteps = DEFAULTS[args.algo]
-    common = {"env-id": args.env_id or env_id, "total-timesteps": args.total_timesteps or total_timesteps}
+def modes_of(algo):
+    """The modes that an algorithm has."""
+    return [*MODES, *(PEERS if algo == "ppo_continuous_action" else ())]
+
+
+def possible(modes):
+    """Those of `modes` that this machine can run: without a CUDA device none with CUDA graphs."""
+    return [mode for mode in modes if torch.cuda.is_available() or "cudagraphs" not in mode]
+
+
+def command(args, mode, seed, folder):
+    """The words of the command, from the program's path on, that trains one mode with one seed in turns."""
+    task = DEFAULTS[args.algo]
+    common = {"env-id": args.env_id or task.env_id, "total-timesteps": args.total_timesteps or task.steps}
     common |= {"seed": seed, "run-dir": folder}
     if args.num_envs:
         common["num-envs"] = args.num_envs
     program, *rest = (word.format(algo=args.algo) for word in (MODES | PEERS)[mode])
-    flags = [*rest, *(f"--{name}={value}" for name, value in common.items()), *args.flags.split()]
+    common = [f"--{name}={value}" for name, value in common.items()]
+    return [str(HERE / program), *rest, *common, *args.flags.split()]
+
+
+def start(words, folder, **pipes):
+    """Start the Python program and arguments `words` in a session of its own; its stderr goes to log.txt in `folder`.
+
+    Ctrl-C is for us alone, but the process ends with us, even if we are killed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    end_with_us = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with open(folder / "log.txt", "w") as log:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
-        command = [sys.executable, str(HERE / program), *flags]
-        return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)  # Ctrl-C is for us alone
+        settings = {"stderr": log, "text": True, "start_new_session": True, "preexec_fn": end_with_us}
+        return subprocess.Popen([sys.executable, *words], **settings, **pipes)
 
 
-def run_round(args, modes, seed):
-    """Train all modes with one seed: warm up one after the other, then take turns until all are done."""
-    processes, folders = {}, {mode: args.run_dir / mode / str(seed) for mode in modes}
+def end(process):
+    """Kill a process and its compiler, if they are still there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_round(args, modes, seed, on_turn=lambda mode: None):
+    """Train all modes with one seed: warm up one after the other, then take turns until all are done.
+
+    Returns exit codes by mode: that of a mode that has crashed is not 0. `on_turn` is called when a turn begins.
+    """
+    statuses = {}
+    processes = {}
+    folders = {mode: args.run_dir / mode / str(seed) for mode in modes}
+    monitor = Monitor(args.monitor)
+
+    def wait(mode):
+        on_turn(mode)
+        with monitor.watching(mode, processes[mode].pid):
+            over = processes[mode].stdout.readline()
+        if not over:
+            statuses[mode] = processes.pop(mode).wait()
+
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
         try:
             for mode in modes:
-                print(f"seed {seed}: {mode}", file=sys.stderr, flush=True)
-                processes[mode] = start(args, mode, seed, folders[mode], f"{caches}/{mode}")
-                wait(processes, mode, folders[mode])
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{mode}"}
+                words = command(args, mode, seed, folders[mode])
+                processes[mode] = start(words, folders[mode], env=environment, **pipes)
+                wait(mode)
             while processes:
                 for mode in list(processes):
                     with contextlib.suppress(BrokenPipeError):  # it has died, as `wait` will see
                         print(file=processes[mode].stdin, flush=True)
-                    wait(processes, mode, folders[mode])
+                    wait(mode)
         finally:
             for process in processes.values():
-                os.killpg(process.pid, signal.SIGKILL)  # its compiler too
-                process.wait()
-
-
-def wait(processes, mode, folder):
-    """Wait until the turn of `mode` is over; if its process has ended, take it out of `processes`."""
-    if not processes[mode].stdout.readline():
-        status = processes.pop(mode).wait()
-        if status != 0:
-            raise SystemExit(f"error: {mode} ended with exit code {status}; see {folder / 'log.txt'}")
+                end(process)
+    if args.monitor:
+        for mode, folder in folders.items():
+            (folder / "monitor.json").write_text(json.dumps(monitor.table(mode)))
+    return statuses
 
 
 def load(run_dir):
@@ -117,12 +179,12 @@ def load(run_dir):
 
 
 def spread(values, form):
-    """Median and range, as "2.1 (2.0 to 2.3)"."""
+    """Median and range, as "2.1 (2.0 to 2.3)"; a single value has no range."""
     values = [value for value in values if value is not None]
     if not values:
         return "none"
     low, middle, high = (form.format(value) for value in (min(values), statistics.median(values), max(values)))
-    return f"{middle} ({low} to {high})"
+    return f"{middle} ({low} to {high})" if len(values) > 1 else middle
 
 
 def table(summaries):
@@ -145,19 +207,35 @@ def table(summaries):
     return "\n".join(lines)
 
 
+def check(algos, modes):
+    """Refuse algorithms and modes that are not there."""
+    for algo in algos:
+        if algo not in DEFAULTS:
+            refuse("algo", algo, DEFAULTS)
+        for mode in modes:
+            if mode not in modes_of(algo):
+                refuse("modes", mode, modes_of(algo))
+
+
+def refuse(name, value, choices):
+    """End the program with a line about a bad argument, and exit code 2."""
+    print(f"error: --{name} {value}: choose from {', '.join(choices)}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def main(args):
-    unknown = set(args.modes) - MODES.keys() - (PEERS.keys() if args.algo == "ppo_continuous_action" else set())
-    if unknown or args.algo not in DEFAULTS:
-        name, value = ("modes", " ".join(sorted(unknown))) if unknown else ("algo", args.algo)
-        print(f"error: --{name} {value}: choose from {', '.join(MODES if unknown else DEFAULTS)}", file=sys.stderr)
-        raise SystemExit(2)
+    check([args.algo], args.modes)
+    args.flags = f"{DEFAULTS[args.algo].flags} {args.flags}"
+    crashed = []
     if not args.report_only:
         if load(args.run_dir):
             print(f"error: --run-dir {args.run_dir}: it holds runs; choose another, or --report-only", file=sys.stderr)
             raise SystemExit(2)
-        modes = [mode for mode in args.modes if torch.cuda.is_available() or "cudagraphs" not in mode]
+        modes = possible(args.modes)
         for round_, seed in enumerate(args.seeds):
-            run_round(args, modes if round_ % 2 == 0 else modes[::-1], seed)
+            print(f"seed {seed}", file=sys.stderr, flush=True)
+            statuses = run_round(args, modes if round_ % 2 == 0 else modes[::-1], seed)
+            crashed += [args.run_dir / mode / str(seed) / "log.txt" for mode, status in statuses.items() if status]
     summaries = load(args.run_dir)
     for summary in list(summaries.values())[:1]:
         first = next(iter(summary.values()))
@@ -165,6 +243,9 @@ def main(args):
         versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
         print(f"{args.algo} on {first['env_id']}, {first['num_envs']} environment(s), {where}; {versions}\n")
     print(table(summaries))
+    for log in crashed:
+        print(f"error: a run has crashed; see {log}", file=sys.stderr)
+    raise SystemExit(1 if crashed else 0)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmark"))
+import matrix  # noqa: E402
+import monitor  # noqa: E402
 import run  # noqa: E402
 
 
@@ -21,18 +25,14 @@ def write(folder, sps, episodic_return=1.0, matmuls="highest"):
     (folder / "summary.json").write_text(json.dumps(report))
 
 
-def report(*flags):
-    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *flags]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_table_of_medians_ranges_and_ratios_within_a_round(tmp_path):
+def test_table_of_medians_ranges_and_ratios_within_a_round(tmp_path, capsys):
     for seed, plain, eager in [(1, 100, 150), (2, 50, 100), (3, 80, 200)]:
         write(tmp_path / "plain" / str(seed) / "run", plain)
         write(tmp_path / "eager" / str(seed) / "run", eager, None, matmuls="highest" if seed < 3 else "high")
-    done = report("--report-only", "--run-dir", str(tmp_path))
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and lines[0].startswith("sac_continuous_action on Env-v0, 1 environment(s), CPU")
+    with pytest.raises(SystemExit) as ended:
+        run.main(run.Args(report_only=True, run_dir=tmp_path))
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0 and lines[0].startswith("sac_continuous_action on Env-v0, 1 environment(s), CPU")
     rows = [
         "| plain | highest | 80.0 (50.0 to 100.0) | 1.00 (1.00 to 1.00) | 800.0 (500.0 to 1000.0) | 1 (1 to 1) |",
         "| eager | high, highest | 150.0 (100.0 to 200.0) | 2.00 (1.50 to 2.50) | 1500.0 (1000.0 to 2000.0) | none |",
@@ -74,12 +74,25 @@ def test_a_process_that_nobody_drives_any_more_ends(tmp_path):
 
 
 @pytest.mark.parametrize("death", ["os._exit(3)", "turns(1)\nos._exit(3)", "turns(1)\nturns(11)\nos._exit(3)"])
-def test_a_round_in_which_a_mode_dies_says_so_and_leaves_no_process(death, tmp_path, monkeypatch):
-    body = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nfor step in range(10**9):\n    turns(step)"
+def test_a_mode_that_dies_leaves_the_rest_of_its_round_alone(death, tmp_path, monkeypatch):
+    body = f"for step in range(0, 50, 10):\n    turns(step)\nopen({str(tmp_path / 'done')!r}, 'w')"
     modes = {"good": [str(program(tmp_path / "good.py", body))], "bad": [str(program(tmp_path / "bad.py", death))]}
     monkeypatch.setattr(run, "MODES", modes)
-    with pytest.raises(SystemExit, match=r"error: bad ended with exit code 3; see .*log\.txt"):
-        run.run_round(run.Args(run_dir=tmp_path / "runs"), list(modes), seed=1)
+    statuses = run.run_round(run.Args(run_dir=tmp_path / "runs"), list(modes), seed=1)
+    assert statuses == {"good": 0, "bad": 3} and (tmp_path / "done").exists()
+
+
+def test_a_round_that_is_interrupted_leaves_no_process(tmp_path, monkeypatch):
+    body = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nfor step in range(10**9):\n    turns(step)"
+    monkeypatch.setattr(run, "MODES", {"endless": [str(program(tmp_path / "endless.py", body))]})
+    turns = iter(range(3))
+
+    def on_turn(mode):
+        if next(turns) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.run_round(run.Args(run_dir=tmp_path / "runs"), ["endless"], 1, on_turn)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -97,17 +110,246 @@ def test_a_round_takes_turns(tmp_path, monkeypatch):
 
 def test_a_real_round(tmp_path):
     flags = ["--modes", "plain", "eager", "--seeds", "1", "--env-id", "Pendulum-v1", "--total-timesteps", "5300"]
-    done = report(*flags, "--run-dir", str(tmp_path))
+    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *flags, "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith(("| plain", "| eager"))]
     assert len(rows) == 2 and not any("none" in row or "not measured" in row for row in rows)
 
 
-def test_bad_input(tmp_path):
+def refused(capsys, main, args):
+    """The one line with which a program ends."""
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_bad_input(tmp_path, capsys):
     write(tmp_path / "plain" / "1" / "run", 1)
-    done = report("--run-dir", str(tmp_path))
-    assert done.returncode == 2 and done.stderr.startswith(f"error: --run-dir {tmp_path}: it holds runs")
-    for flags, choices in [(["--modes", "fast"], "plain, eager"), (["--algo", "a2c"], "sac_continuous_action")]:
-        done = report(*flags)
-        assert done.returncode == 2 and done.stderr.startswith(f"error: {flags[0]} {flags[1]}: choose from")
-        assert choices in done.stderr and len(done.stderr.splitlines()) == 1
+    line = refused(capsys, run.main, run.Args(run_dir=tmp_path))
+    assert line.startswith(f"error: --run-dir {tmp_path}: it holds runs")
+    line = refused(capsys, run.main, run.Args(modes=("fast",)))
+    assert line.startswith("error: --modes fast: choose from plain, eager")
+    line = refused(capsys, run.main, run.Args(modes=("sb3",)))  # which has no SAC at the same settings
+    assert line.startswith("error: --modes sb3: choose from plain, eager")
+    line = refused(capsys, run.main, run.Args(algo="a2c"))
+    assert line.startswith("error: --algo a2c: choose from sac_continuous_action")
+    line = refused(capsys, matrix.main, matrix.Args(algos=("ppo_continuous_action",), modes=("sb3",), learn=True))
+    assert line.startswith("error: --modes sb3: choose from plain, eager")
+
+
+def test_a_monitor_sees_who_works(tmp_path):
+    """Each name has a clock of its own; a process that sleeps takes nothing."""
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+    idle = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    watch = monitor.Monitor(True)
+    try:
+        for _ in range(2):
+            for name, process in (("busy", busy), ("idle", idle)):
+                with watch.watching(name, process.pid):
+                    time.sleep(1.2 * monitor.INTERVAL)
+    finally:
+        busy.kill()
+        idle.kill()
+    (first, cores), (second, more) = watch.table("busy")["rows"]
+    assert watch.table("busy")["columns"] == ["seconds", "cores"]
+    assert monitor.INTERVAL <= first < 1.2 * monitor.INTERVAL + 0.2 < second < 2.4 * monitor.INTERVAL + 0.4
+    assert 0.1 < cores < 1.1 and 0.1 < more < 1.1
+    _, (_, cores) = watch.table("idle")["rows"]
+    assert cores == 0
+    watch.samples["long"] = [[i, 2 * i] for i in range(1000)]
+    assert watch.table("long")["rows"][:2] == [[4.5, 9], [14.5, 29]] and len(watch.table("long")["rows"]) == 100
+
+
+def test_a_monitor_reads_a_card(monkeypatch):
+    calls = {"nvmlInit": None, "nvmlDeviceGetHandleByIndex": "card"}
+    calls |= {"nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=61), "nvmlDeviceGetPowerUsage": 350_500}
+    calls |= {"nvmlDeviceGetMemoryInfo": SimpleNamespace(used=3 * 2**30)}
+    pynvml = SimpleNamespace(**{name: lambda *args, value=value: value for name, value in calls.items()})
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+    assert dict(zip(monitor.GPU_COLUMNS, monitor.Card().sample(), strict=True)) == {
+        "gpu_percent": 61,
+        "gpu_memory_mib": 3072,
+        "gpu_watts": 350.5,
+    }
+
+
+STAND_IN = """
+import json, pathlib
+flags = dict(word[2:].split("=", 1) for word in sys.argv[1:] if "=" in word)
+with open({notes!r}, "a") as file:
+    print("{mode}", flags["seed"], os.getpid(), file=file)
+for step in range(0, {steps}, 10):
+    turns(step)
+    while flags["seed"] == "2" and step == 20 and os.path.exists({hang!r}):
+        time.sleep(0.01)
+{crash}
+folder = pathlib.Path(flags["run-dir"]) / "run"
+folder.mkdir()
+summary = {{"steady_sps": {speed}, "warmup_seconds": 1.0, "matmul_precision": "highest"}}
+(folder / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+@pytest.fixture
+def stand_ins(tmp_path, monkeypatch):
+    """Two modes of matrix.py, "plain" and "eager"; gives a function that writes them and the lines they have noted."""
+    notes = tmp_path / "notes.txt"
+    notes.touch()
+
+    def write(crash=""):
+        modes = {}
+        for mode, speed in (("plain", 100), ("eager", 150)):
+            values = {"notes": str(notes), "hang": str(tmp_path / "hang"), "steps": 30, "mode": mode, "speed": speed}
+            body = STAND_IN.format(**values, crash=crash if mode == "eager" else "")
+            modes[mode] = [str(program(tmp_path / f"{mode}.py", body))]
+        monkeypatch.setattr(run, "MODES", modes)
+        return modes
+
+    return write, lambda: [line.split() for line in notes.read_text().splitlines()]
+
+
+def matrix_of(tmp_path, **changes):
+    """Run two rounds of DQN by matrix.py; returns its exit code."""
+    settings = {"algos": ("dqn",), "modes": ("plain", "eager"), "seeds": (1, 2)}
+    settings |= {"out": tmp_path / "results", "run_dir": tmp_path / "runs"}
+    with pytest.raises(SystemExit) as ended:
+        matrix.main(matrix.Args(**settings | changes))
+    return ended.value.code
+
+
+def results_of(tmp_path):
+    """{(mode, seed): result}"""
+    paths = (tmp_path / "results").glob("*/speed/dqn/CartPole-v1/*/*.json")
+    return {(path.parent.name, int(path.stem)): json.loads(path.read_text()) for path in paths}
+
+
+def test_matrix_finishes_what_a_crash_leaves_and_does_nothing_twice(tmp_path, stand_ins, capsys):
+    write, notes = stand_ins
+    write(crash="if flags['seed'] == '2': sys.exit('out of luck')")
+    assert matrix_of(tmp_path) == 1
+    assert [(mode, seed) for mode, seed, _ in notes()] == [
+        ("plain", "1"),
+        ("eager", "1"),
+        ("eager", "2"),
+        ("plain", "2"),
+    ]
+    results = results_of(tmp_path)
+    log = results["eager", 2]["failed"]
+    assert "out of luck" in Path(log).read_text() and results["eager", 2]["exit_code"] == 1
+    assert [results[key]["summary"]["steady_sps"] for key in [("plain", 1), ("eager", 1), ("plain", 2)]] == [
+        100,
+        150,
+        100,
+    ]
+    assert results["eager", 1]["plain"] == {"steady_sps": 100, "warmup_seconds": 1.0}
+    out, err = capsys.readouterr()
+    assert f"| | eager | 150; seed 2 failed: {log} | 1.50 | 1.0 | 0 |" in out.splitlines()
+    assert f"error: a run failed; see {log}" in err.splitlines()
+
+    assert matrix_of(tmp_path) == 1 and len(notes()) == 4  # all is there, and one failure is still one
+    write()
+    (path,) = tmp_path.glob("results/*/speed/dqn/*/eager/2.json")
+    path.unlink()
+    assert matrix_of(tmp_path) == 0
+    assert [(mode, seed) for mode, seed, _ in notes()[4:]] == [("eager", "2"), ("plain", "2")]
+    assert matrix_of(tmp_path, seeds=(1,), total_timesteps=900) == 0  # results of other commands do not count
+    assert len(notes()) == 8
+
+
+def test_matrix_goes_on_after_it_was_killed(tmp_path, stand_ins, monkeypatch):
+    """Killed in the second round, in which plain hangs: no process is left, and only that round is run again."""
+    write, notes = stand_ins
+    (tmp_path / "hang").touch()
+    settings = {"algos": ("dqn",), "modes": ("plain", "eager"), "seeds": (1, 2)}
+    settings |= {"out": str(tmp_path / "results"), "run_dir": str(tmp_path / "runs")}
+    lines = [f"import sys; sys.path.append({str(ROOT / 'benchmark')!r})", "from pathlib import Path"]
+    lines += ["import matrix, run", f"run.MODES = {write()!r}", f"settings = {settings!r}"]
+    lines += ["settings |= {name: Path(settings[name]) for name in ('out', 'run_dir')}"]
+    lines += ["matrix.main(matrix.Args(**settings))"]
+    with open(tmp_path / "matrix.log", "w") as log:
+        process = subprocess.Popen([sys.executable, "-c", "\n".join(lines)], stderr=log, stdout=log)
+    deadline = time.time() + 60
+    while len(notes()) < 4 and time.time() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert len(notes()) == 4, (tmp_path / "matrix.log").read_text()
+    assert set(results_of(tmp_path)) == {("plain", 1), ("eager", 1)}
+    for _, _, pid in notes():
+        while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3]:
+            assert time.time() < deadline, "a process has outlived the matrix"
+            time.sleep(0.05)
+    (tmp_path / "hang").unlink()
+    assert matrix_of(tmp_path) == 0
+    assert [(mode, seed) for mode, seed, _ in notes()[4:]] == [("eager", "2"), ("plain", "2")]
+    assert len(results_of(tmp_path)) == 4
+
+
+def commands(capsys, **settings):
+    """What a dry run prints."""
+    matrix.main(matrix.Args(dry_run=True, run_dir=Path("runs/matrix"), **settings))
+    return capsys.readouterr()
+
+
+def test_dry_run_prints_the_commands(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    out, _ = commands(
+        capsys, algos=("sac_atari",), modes=("plain", "compile+cudagraphs"), seeds=(21, 31), flags="--gamma 0"
+    )
+    steps = run.DEFAULTS["sac_atari"].steps
+    folder = "runs/matrix/speed/sac_atari/BeamRider-v5"
+    common = f"--env-id=BeamRider-v5 --total-timesteps={steps} --seed={{0}} --run-dir={folder}/"
+    own = "/{0} --learning-starts 1000 --buffer-size 100000 --gamma 0"
+    plain = f"python benchmark/turns.py sac_atari {common}plain{own}"
+    turbo = f"python benchmark/turns.py sac_atari_torchcompile --compile --cudagraphs {common}compile+cudagraphs{own}"
+    assert out.splitlines() == [plain.format(21), turbo.format(21), turbo.format(31), plain.format(31)]
+    out, _ = commands(capsys, algos=("sac_atari",), modes=("compile",), seeds=(21,), learn=True)
+    folder = "runs/matrix/learning/sac_atari/BeamRider-v5/compile/21"
+    flags = f"--compile --env-id=BeamRider-v5 --total-timesteps=5000000 --seed=21 --run-dir={folder}"
+    assert out == f"python leanrl/sac_atari_torchcompile.py {flags}\n"
+    out, _ = commands(capsys)
+    assert len(out.splitlines()) == 7 * 5 * 3
+    out, _ = commands(capsys, quick=True)
+    assert len(out.splitlines()) == 7 * 5
+
+
+def test_modes_that_need_cuda_are_skipped_without_it(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out, err = commands(capsys, algos=("dqn",), seeds=(1,))
+    assert len(out.splitlines()) == 3 and "cudagraphs" not in out
+    assert err.splitlines()[:2] == [
+        f"skipped: {mode} needs a CUDA device" for mode in ("cudagraphs", "compile+cudagraphs")
+    ]
+
+
+def test_run_sh_hands_its_flags_on():
+    done = subprocess.run([ROOT / "run.sh", "--dry-run", "--algos", "a2c"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: --algo a2c: choose from sac_continuous_action")
+
+
+def test_a_learning_run_leaves_a_thinned_curve(tmp_path, monkeypatch, capsys):
+    """2000 episodes of 10 steps, each with its number as return; seconds count from the beginning of the run."""
+    body = """
+import pathlib
+from torch.utils.tensorboard import SummaryWriter
+folder = pathlib.Path(dict(word[2:].split("=", 1) for word in sys.argv[1:])["run-dir"]) / "run"
+writer = SummaryWriter(folder)
+begin = time.time()
+for i in range(1, 2001):
+    writer.add_scalar("charts/episodic_return", i, 10 * i, walltime=begin + i)
+writer.close()
+(folder / "summary.json").write_text('{"global_step": 20000, "wall_seconds": 60, "matmul_precision": "highest"}')
+"""
+    (tmp_path / "leanrl").mkdir()
+    program(tmp_path / "leanrl" / "dqn.py", body)
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    assert matrix_of(tmp_path, learn=True, modes=("plain",), seeds=(1,)) == 0
+    (path,) = tmp_path.glob("results/*/learning/dqn/CartPole-v1/plain/1.json")
+    curve = json.loads(path.read_text())["curve"]
+    assert len(curve) == 200
+    assert [row[0] for row in curve[:2]] == [100, 200] and [row[2] for row in curve[:2]] == [5.5, 15.5]
+    assert all(abs(row[1] - row[0] / 10) < 5 for row in curve)
+    assert "| DQN, CartPole-v1 | plain | 1 | 20000 | 1900.5 | | 1 |" in capsys.readouterr().out.splitlines()

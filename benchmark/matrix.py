@@ -1,0 +1,259 @@
+"""Measure every algorithm in every mode with every seed, and keep the results as data under results/<machine>/.
+
+    python benchmark/matrix.py --dry-run  # print the commands
+    python benchmark/matrix.py            # speed: rounds in which the modes take turns (run.py)
+    python benchmark/matrix.py --learn    # learning curves: one run after the other, at the published budgets
+
+A result is the JSON file of a run: speed/<algo>/<env_id>/<mode>/<seed>.json or learning/... . Where the run crashed it
+names the log ("failed"). The same command goes on where it was interrupted: a round is not run again if all its results
+are there, and of the same commands. To repeat it delete them. report.py makes tables and figures of the results.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import report
+import run
+import tyro
+from machine import machine, slug
+from monitor import Monitor
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+POINTS = 200  # of a learning curve
+START_SECONDS = {True: 50, False: 10}  # of a mode with and without --compile, to tell how long a matrix takes
+
+
+@dataclass
+class Args(run.RunArgs):
+    algos: tuple[str, ...] = tuple(run.DEFAULTS)
+    """names of the plain scripts, without .py"""
+    modes: tuple[str, ...] = tuple(run.MODES)
+    """modes to run; without a CUDA device those with cudagraphs are left out"""
+    seeds: tuple[int, ...] | None = None
+    """one round of all modes for each (by default 21 31 41)"""
+    quick: bool = False
+    """half an hour on 2 cores: fewer steps, seed 21 alone, results under runs/quick"""
+    learn: bool = False
+    """learning curves instead of speed: each run by itself, at the published budget"""
+    out: Path | None = None
+    """folder for the results (by default results); those of other flags, such as another precision, need their own"""
+    run_dir: Path = Path("runs/matrix")
+    """folder for the runs and their logs"""
+    dry_run: bool = False
+    """print the commands and run nothing"""
+
+
+class Job:
+    """What runs at a time: a speed round of an algorithm's modes with one seed, or a single learning run."""
+
+    def __init__(self, args, algo, modes, seed):
+        task = run.DEFAULTS[algo]
+        self.learn = args.learn
+        self.algo = algo
+        self.modes = modes
+        self.seed = seed
+        self.env_id = args.env_id or task.env_id
+        steps = args.total_timesteps
+        steps = steps or (task.budget if args.learn else task.quick_steps if args.quick else task.steps)
+        self.kind = "learning" if args.learn else "speed"
+        self.args = run.Args(
+            algo=algo,
+            env_id=self.env_id,
+            num_envs=args.num_envs,
+            total_timesteps=steps,
+            flags=args.flags if args.learn else f"{task.flags} {args.flags}",
+            monitor=args.monitor,
+            run_dir=args.run_dir / self.kind / algo / plain_name(self.env_id),
+        )
+        starting = sum(START_SECONDS["compile" in mode] for mode in modes)
+        self.seconds = starting + len(modes) * steps / task.speed  # if every mode were as fast as plain
+
+    def folder(self, mode):
+        return self.args.run_dir / mode / str(self.seed)
+
+    def command(self, mode):
+        """The program and its arguments."""
+        words = run.command(self.args, mode, self.seed, self.folder(mode))
+        if self.learn:  # the script itself, without turns
+            _, script, *flags = words
+            words = [str(ROOT / "leanrl" / f"{script}.py"), *flags]
+        return [os.path.relpath(words[0], ROOT), *words[1:]]
+
+    def result_path(self, out, mode):
+        return out / self.kind / self.algo / plain_name(self.env_id) / mode / f"{self.seed}.json"
+
+    def finished(self, out):
+        """Whether all modes have results of these commands."""
+        for mode in self.modes:
+            path = self.result_path(out, mode)
+            if not path.exists() or json.loads(path.read_text())["command"] != shown(self.command(mode)):
+                return False
+        return True
+
+    def run(self, on_turn):
+        """Train; the modes' exit codes."""
+        for mode in self.modes:
+            shutil.rmtree(self.folder(mode), ignore_errors=True)  # of a round that was interrupted
+        if self.learn:
+            return self.run_alone(on_turn)
+        return run.run_round(self.args, self.modes, self.seed, on_turn)
+
+    def run_alone(self, on_turn):
+        """Train the one mode of a learning run, without turns."""
+        (mode,) = self.modes
+        on_turn(mode)
+        monitor = Monitor(self.args.monitor)
+        command = [str(ROOT / self.command(mode)[0]), *self.command(mode)[1:]]
+        process = run.start(command, self.folder(mode), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        try:
+            with monitor.watching(mode, process.pid):
+                status = process.wait()
+        finally:
+            run.end(process)
+        if self.args.monitor:
+            (self.folder(mode) / "monitor.json").write_text(json.dumps(monitor.table(mode)))
+        return {mode: status}
+
+    def results(self, statuses, machine):
+        """The modes' results, after `run`."""
+        results = {mode: self.result(mode, statuses[mode]) | {"machine": machine} for mode in self.modes}
+        plain = results.get("plain", {}).get("summary", {})
+        for result in results.values():  # of the same round: speeds of other rounds are no baseline
+            result["plain"] = {name: plain.get(name) for name in ("steady_sps", "warmup_seconds")}
+        return results
+
+    def result(self, mode, status):
+        folder = self.folder(mode)
+        result = {"algo": self.algo, "env_id": self.env_id, "mode": mode, "seed": self.seed}
+        result["command"] = shown(self.command(mode))
+        summaries = list(folder.glob("*/summary.json"))
+        if status or not summaries:
+            return result | {"failed": str(folder / "log.txt"), "exit_code": status}
+        (path,) = summaries
+        result["summary"] = json.loads(path.read_text())
+        config = path.with_name("config.json")
+        if config.exists():  # peers have none
+            result["config"] = json.loads(config.read_text())
+            del result["config"]["run_dir"]
+        if self.args.monitor:
+            result["monitor"] = json.loads((folder / "monitor.json").read_text())
+        if self.learn:
+            result["curve"] = curve(path.parent)
+        return result
+
+
+def plain_name(env_id):
+    """An environment's name as a folder's."""
+    return env_id.replace("/", "-")
+
+
+def shown(command):
+    """A command as text, without the folder of its run."""
+    return shlex.join(["python", *(word for word in command if not word.startswith("--run-dir="))])
+
+
+def curve(folder):
+    """Episodic returns of a run, as [step, seconds since its start, mean return] of at most POINTS equal parts."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    if "charts/episodic_return" not in events.Tags()["scalars"]:  # no episode has ended
+        return []
+    episodes = events.Scalars("charts/episodic_return")
+    width = max(episodes[-1].step / POINTS, 1)
+    parts = {}
+    for episode in episodes:
+        parts.setdefault(int((episode.step - 1) / width), []).append(episode)
+    begin = events.FirstEventTimestamp()
+    rows = []
+    for part in parts.values():
+        seconds = part[-1].wall_time - begin
+        rows.append([part[-1].step, round(seconds, 2), round(mean(episode.value for episode in part), 3)])
+    return rows
+
+
+def jobs(args):
+    """All that is to be run: seed by seed, so that the first table is there soon."""
+    modes = run.possible(args.modes)
+    for i, seed in enumerate(args.seeds):
+        for algo in args.algos:
+            in_turn = modes if i % 2 == 0 else modes[::-1]
+            for group in [[mode] for mode in in_turn] if args.learn else [in_turn]:
+                yield Job(args, algo, group, seed)
+
+
+def write(path, result):
+    """Write a JSON file, whole or not at all; a line for each part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in result.items()]
+    temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    os.replace(temporary, path)
+
+
+def measure(todo, out, here):
+    """Run all jobs that are not finished, with a progress bar that counts their expected seconds."""
+    done = [job for job in todo if job.finished(out)]
+    bar_format = "{l_bar}{bar}| {elapsed}, {remaining} left{postfix}"
+    total = sum(job.seconds for job in todo)
+    initial = sum(job.seconds for job in done)
+    with tqdm(total=total, initial=initial, bar_format=bar_format, smoothing=0) as bar:
+        for job in todo:
+            if job in done:
+                continue
+            end = bar.n + job.seconds
+
+            def on_turn(mode, job=job, end=end):
+                bar.set_postfix_str(f"{job.algo} {mode} seed {job.seed}", refresh=False)
+                turns = 60 * len(job.modes)  # or fewer; what is missing comes at the end
+                bar.update(0 if job.learn else max(min(job.seconds / turns, end - bar.n), 0))
+
+            results = job.results(job.run(on_turn), here)
+            for mode, result in results.items():
+                write(job.result_path(out, mode), result)
+            bar.update(end - bar.n)
+
+
+def main(args):
+    run.check(args.algos, args.modes)
+    if args.learn and not set(args.modes) <= run.MODES.keys():
+        run.refuse("modes", " ".join(args.modes), run.MODES)
+    args.seeds = args.seeds or ((21,) if args.quick else (21, 31, 41))
+    results = args.out or Path("runs/quick" if args.quick else "results")
+    todo = list(jobs(args))
+    for mode in args.modes:
+        if mode not in run.possible(args.modes):
+            print(f"skipped: {mode} needs a CUDA device", file=sys.stderr)
+    if args.dry_run:
+        for job in todo:
+            for mode in job.modes:
+                print(shlex.join(["python", *job.command(mode)]))
+        print(f"about {sum(job.seconds for job in todo) / 3600:.1f} hours on 2 cores", file=sys.stderr)
+        return
+    here = machine()
+    out = results / slug(here)
+    try:
+        measure(todo, out, here)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        raise SystemExit(130) from None
+    measured = report.load(results)
+    tables = report.learning_tables(measured) if args.learn else report.speed_tables(measured)
+    print("\n\n".join(table.markdown() for table in tables))
+    failed = [job.result_path(out, mode) for job in todo for mode in job.modes]
+    failed = [path for path in failed if "failed" in json.loads(path.read_text())]
+    for path in failed:
+        print(f"error: a run failed; see {json.loads(path.read_text())['failed']}", file=sys.stderr)
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,248 @@
+"""Make tables and figures of results/ (matrix.py): README.md's tables, doc/artifacts/*.svg and doc/report.html.
+
+    python benchmark/report.py
+    python benchmark/report.py --check  # exit code 1 if a committed table is not what results/ gives
+
+Figures are medians over seeds with their range; ratios are to the plain script of the same round. Where there is no
+result a table says "not measured".
+"""
+
+import base64
+import html
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+
+import figures
+import tyro
+from figures import named
+from machine import describe
+from run import DEFAULTS, MODES, spread
+from tables import with_table
+
+ROOT = Path(__file__).resolve().parent.parent
+SPEED = ("", "mode", "steps/s", "ratio to plain", "warm-up, s", "pays off after, steps")
+LEARNING = ("", "mode", "seeds", "steps", "return at the end", "95% interval", "minutes")
+MACHINES = ("machine", "driver", "packages")
+NOT_MEASURED = "not measured"
+
+
+@dataclass
+class Args:
+    check: bool = False
+    """change nothing; name the tables that are not what results/ gives"""
+
+
+@dataclass
+class Table:
+    caption: str
+    header: tuple[str, ...]
+    rows: list[list[str]]
+
+    def markdown(self):
+        """As Markdown; a first cell that repeats the one above is left empty."""
+        firsts = ["", *(row[0] for row in self.rows)]
+        rows = [["" if a == b else b, *row[1:]] for (a, b), row in zip(pairwise(firsts), self.rows, strict=True)]
+        lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|" for cells in (self.header, *rows)]
+        lines.insert(1, "|---" * len(self.header) + "|")
+        return "\n".join([f"{self.caption}\n"] * bool(self.caption) + lines)
+
+    def html(self):
+        def row(tag, cells):
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        body = "\n".join(row("td", cells) for cells in self.rows)
+        head = row("th", self.header)
+        return (
+            f"<p>{html.escape(self.caption)}</p>\n<table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+        )
+
+
+def load(folder):
+    """All results under `folder`: speed and learning, each a list by the machine's slug."""
+    results = {"speed": {}, "learning": {}}
+    for path in sorted(folder.glob("*/*/*/*/*/*.json")):
+        slug, kind, *_ = path.relative_to(folder).parts
+        if kind in results:
+            results[kind].setdefault(slug, []).append(json.loads(path.read_text()))
+    return results
+
+
+def grouped(results):
+    """A machine's results as {(algo, env_id): {mode: [result of each seed]}}, in the order of the tables."""
+    order = [*DEFAULTS]
+    groups = {}
+    for result in sorted(results, key=lambda result: (order.index(result["algo"]), result["env_id"], result["seed"])):
+        modes = groups.setdefault((result["algo"], result["env_id"]), {})
+        modes.setdefault(result["mode"], []).append(result)
+    known = [*MODES]
+    place = {mode: i for i, mode in enumerate(known)}
+    return {key: dict(sorted(modes.items(), key=lambda item: place.get(item[0], 99))) for key, modes in groups.items()}
+
+
+def break_even(result):
+    """Steps after which a slower start than plain's has paid off, or inf; None where plain or the speed is missing."""
+    plain, own = result["plain"], result["summary"]
+    if result["mode"] == "plain" or not plain["steady_sps"] or not own["steady_sps"]:
+        return None
+    gain = 1 / plain["steady_sps"] - 1 / own["steady_sps"]  # seconds per step
+    lost = own["warmup_seconds"] - plain["warmup_seconds"]
+    return max(lost / gain, 0.0) if gain > 0 else inf
+
+
+def speed_row(name, mode, results):
+    """A row of the speed table: `results` are those of a mode."""
+    if not results:
+        return [name, mode, NOT_MEASURED, "", "", ""]
+    done = figures.done(results)
+    speeds = [result["summary"]["steady_sps"] for result in done if result["summary"]["steady_sps"]]
+    warmups = [result["summary"]["warmup_seconds"] for result in done if result["summary"]["warmup_seconds"]]
+    payoffs = [steps for steps in map(break_even, done) if steps is not None]
+    said = [f"seed {result['seed']} failed: {result['failed']}" for result in results if "failed" in result]
+    if speeds:
+        said = [spread(speeds, "{:.0f}"), *said]
+    elif done:
+        said = ["too short to measure", *said]
+    columns = [(figures.speed_ratios(done), "{:.2f}"), (warmups, "{:.1f}"), (payoffs, "{:.0f}")]
+    cells = [spread(values, form).replace("inf", "-") if values else "" for values, form in columns]
+    return [name, mode, "; ".join(said), *cells]
+
+
+def speed_tables(results):
+    """The speed tables, one for each machine; without any result one that says so."""
+    tables = [Table(caption(own), SPEED, speed_rows(own)) for own in results["speed"].values()]
+    return tables or [Table("", SPEED, speed_rows([]))]
+
+
+def speed_rows(results):
+    """The rows of a machine: for each algorithm all modes that the machine can run, and all others that were."""
+    cuda = any(result["machine"]["gpu"] for result in results)
+    modes = [mode for mode in MODES if cuda or "cudagraphs" not in mode]
+    groups = grouped(results)
+    rows = []
+    for algo, task in DEFAULTS.items():
+        measured = {env_id: group for (name, env_id), group in groups.items() if name == algo}
+        for env_id, group in measured.items():
+            every = dict.fromkeys([*modes, *group])
+            rows += [speed_row(named(algo, env_id), mode, group.get(mode, [])) for mode in every]
+        if not measured:
+            rows.append(speed_row(named(algo, task.env_id), "all", []))
+    return rows
+
+
+def caption(results):
+    """What the results of a machine have in common."""
+    machine = results[0]["machine"]
+    torch = sorted({result["machine"]["packages"]["torch"].split("+")[0] for result in results})
+    matmuls = sorted({result["summary"]["matmul_precision"] for result in figures.done(results)})
+    seeds = sorted({result["seed"] for result in results})
+    text = f"{describe(machine)}; torch {', '.join(torch)}; precision of float32 matmuls: {', '.join(matmuls)}; "
+    text += f"seeds {', '.join(map(str, seeds))}."
+    return text if machine["gpu"] else f"{text} Without a CUDA device modes with CUDA graphs are {NOT_MEASURED}."
+
+
+def learning_tables(results):
+    """What the learning runs came to, one table for each machine."""
+    tables = []
+    for own in results["learning"].values():
+        groups = grouped(own)
+        rows = [
+            learning_row(named(algo, env_id), mode, runs)
+            for (algo, env_id), modes in groups.items()
+            for mode, runs in modes.items()
+        ]
+        tables.append(Table(caption(own), LEARNING, rows))
+    return tables or [Table("", LEARNING, [["all", "all", NOT_MEASURED, "", "", "", ""]])]
+
+
+def learning_row(name, mode, runs):
+    """A row of the learning table: `runs` are those of a mode."""
+    done = [run for run in runs if run.get("curve")]
+    seeds = [str(run["seed"]) for run in done]
+    said = [f"seed {run['seed']} failed: {run['failed']}" for run in runs if "failed" in run]
+    if not done:
+        return [name, mode, "; ".join(said) or "no episode has ended", "", "", "", ""]
+    middle, low, high = figures.middle_and_interval([[figures.last_return(run["curve"])] for run in done])
+    interval = f"{low[0]:.1f} to {high[0]:.1f}" if len(done) > 1 else ""
+    steps = min(run["summary"]["global_step"] for run in done)
+    minutes = statistics.median(run["summary"]["wall_seconds"] / 60 for run in done)
+    return [
+        name,
+        mode,
+        "; ".join([", ".join(seeds), *said]),
+        f"{steps}",
+        f"{middle[0]:.1f}",
+        interval,
+        f"{minutes:.0f}",
+    ]
+
+
+def machine_table(results):
+    machines = {}
+    for kind in results.values():
+        machines |= {slug: machine_results[0]["machine"] for slug, machine_results in kind.items()}
+    rows = []
+    for machine in machines.values():
+        packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+        rows.append([describe(machine), machine["driver"] or "", packages])
+    return Table("", MACHINES, rows or [["none", "", ""]])
+
+
+def texts(results):
+    """The tables as text, by page and name."""
+    tables = {"speed": speed_tables(results), "learning": learning_tables(results)}
+    tables["machines"] = [machine_table(results)]
+    markdown = "\n\n".join(table.markdown() for table in tables["speed"])
+    page = {name: "\n".join(table.html() for table in some) for name, some in tables.items()}
+    return {"README.md": {"speed": markdown}, "doc/report.html": page}
+
+
+def stale(results):
+    """What is wrong with the committed tables, a line each."""
+    lines = []
+    for page, tables in texts(results).items():
+        committed = (ROOT / page).read_text()
+        for name, text in tables.items():
+            if with_table(committed, name, text) != committed:
+                lines.append(f"error: {page}: table {name} is not what results/ gives; run python benchmark/report.py")
+    return lines
+
+
+def write(results):
+    """Rewrite the tables of the pages, and the figures."""
+    groups = {kind: {slug: grouped(own) for slug, own in by_machine.items()} for kind, by_machine in results.items()}
+    pictures = figures.draw(groups)
+    tables = texts(results)
+    tables["doc/report.html"]["figures"] = "\n".join(image(name, svg) for name, svg in pictures.items())
+    for page, parts in tables.items():
+        text = (ROOT / page).read_text()
+        for name, part in parts.items():
+            text = with_table(text, name, part)
+        (ROOT / page).write_text(text)
+    for name, svg in pictures.items():
+        (ROOT / "doc" / "artifacts" / f"{name}.svg").write_bytes(svg)
+
+
+def image(name, svg):
+    """A figure as part of a page that needs no other file."""
+    data = base64.b64encode(svg).decode()
+    return f'<figure><img alt="{name}" src="data:image/svg+xml;base64,{data}"></figure>'
+
+
+def main(args):
+    results = load(ROOT / "results")
+    if not args.check:
+        write(results)
+        return
+    lines = stale(results)
+    for line in lines:
+        print(line, file=sys.stderr)
+    raise SystemExit(1 if lines else 0)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

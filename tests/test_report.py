@@ -1,0 +1,223 @@
+"""Tables and figures, from made-up results; and that the committed tables are those of the committed results."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmark"))
+import figures  # noqa: E402
+import machine  # noqa: E402
+import report  # noqa: E402
+
+CPU = {
+    "cpu": "AMD EPYC",
+    "cores": 2,
+    "memory_gib": 24,
+    "gpu": None,
+    "driver": None,
+    "packages": {"torch": "2.13.0+cpu"},
+}
+CARD = CPU | {"cores": 16, "gpu": "NVIDIA H200", "driver": "580.1"}
+PLAIN = {21: (100.0, 2.0), 31: (80.0, 1.0)}  # steps per second and warm-up seconds by seed
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A copy of the pages in tmp_path, and a function that adds a result beside them."""
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    (tmp_path / "doc" / "artifacts").mkdir(parents=True)
+    for page in ("README.md", "doc/report.html"):
+        shutil.copy(ROOT / page, tmp_path / page)
+
+    def add(algo, mode, seed, kind="speed", where=CPU, **parts):
+        task = report.DEFAULTS[algo]
+        plain = dict(zip(("steady_sps", "warmup_seconds"), PLAIN[seed], strict=True))
+        result = {"algo": algo, "env_id": task.env_id, "mode": mode, "seed": seed, "machine": where, "plain": plain}
+        folder = tmp_path / "results" / machine.slug(where) / kind / algo / task.env_id / mode
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{seed}.json").write_text(json.dumps(result | parts))
+
+    return add
+
+
+def summary(sps, warmup, **more):
+    return {"summary": {"steady_sps": sps, "warmup_seconds": warmup, "matmul_precision": "highest"} | more}
+
+
+def add_speeds(add):
+    for seed, (sps, warmup) in PLAIN.items():
+        add("sac_continuous_action", "plain", seed, **summary(sps, warmup))
+        add("sac_continuous_action", "eager", seed, **summary(0.9 * sps, 1.0))
+        add("sac_continuous_action", "compile", seed, **summary(2 * sps, 12.0))
+        add("sac_continuous_action", "sbx", seed, **summary(1.1 * sps if seed == 21 else 0.5 * sps, 13.0))
+    add("dqn", "plain", 21, **summary(100.0, 2.0))
+    add("dqn", "eager", 21, failed="runs/eager/21/log.txt", exit_code=3)
+    add("td3_continuous_action", "plain", 21, **summary(None, None))
+
+
+def test_speed_table(results):
+    """Twice plain's 100 steps/s saves 5 ms a step: 10 s of warm-up more than plain's are back after 2000 steps."""
+    add_speeds(results)
+    (table,) = report.speed_tables(report.load(report.ROOT / "results"))
+    assert table.markdown().splitlines() == [
+        "2-core AMD EPYC, 24 GiB; torch 2.13.0; precision of float32 matmuls: highest; seeds 21, 31. "
+        "Without a CUDA device modes with CUDA graphs are not measured.",
+        "",
+        "| | mode | steps/s | ratio to plain | warm-up, s | pays off after, steps |",
+        "|---|---|---|---|---|---|",
+        "| SAC, HalfCheetah-v5 | plain | 90 (80 to 100) | 1.00 (1.00 to 1.00) | 1.5 (1.0 to 2.0) | |",
+        "| | eager | 81 (72 to 90) | 0.90 (0.90 to 0.90) | 1.0 (1.0 to 1.0) | - (- to -) |",
+        "| | compile | 180 (160 to 200) | 2.00 (2.00 to 2.00) | 12.0 (12.0 to 12.0) | 1880 (1760 to 2000) |",
+        "| | sbx | 75 (40 to 110) | 0.80 (0.50 to 1.10) | 13.0 (13.0 to 13.0) | - (12100 to -) |",
+        "| TD3, HalfCheetah-v5 | plain | too short to measure | | | |",
+        "| | eager | not measured | | | |",
+        "| | compile | not measured | | | |",
+        "| PPO, HalfCheetah-v5 | all | not measured | | | |",
+        "| PPO, Breakout-v5 | all | not measured | | | |",
+        "| DQN, CartPole-v1 | plain | 100 | 1.00 | 2.0 | |",
+        "| | eager | seed 21 failed: runs/eager/21/log.txt | | | |",
+        "| | compile | not measured | | | |",
+        "| DQN, Breakout-v5 | all | not measured | | | |",
+        "| SAC, BeamRider-v5 | all | not measured | | | |",
+    ]
+
+
+def test_each_machine_has_its_table(results):
+    results("dqn", "plain", 21, **summary(100.0, 2.0))
+    results("dqn", "cudagraphs", 21, where=CARD, **summary(1000.0, 1.0))
+    cpu, card = report.speed_tables(report.load(report.ROOT / "results"))
+    assert [row[1] for row in cpu.rows if "CartPole" in row[0]] == ["plain", "eager", "compile"]
+    assert [row[1] for row in card.rows if "CartPole" in row[0]] == list(report.MODES)
+    assert card.caption.startswith("NVIDIA H200 (driver 580.1), 16-core AMD EPYC, 24 GiB; torch 2.13.0")
+    (row,) = (row for row in card.rows if row[1] == "cudagraphs")
+    assert row[2:] == ["1000", "10.00", "1.0", "0"]  # it is warm before plain is
+
+
+def test_without_results_nothing_is_measured(results):
+    (table,) = report.speed_tables(report.load(report.ROOT / "results"))
+    assert [row[1:3] for row in table.rows] == [["all", "not measured"]] * 7
+    report.write(report.load(report.ROOT / "results"))
+    assert not report.stale(report.load(report.ROOT / "results"))
+
+
+def test_committed_tables_are_those_of_the_committed_results():
+    done = subprocess.run([sys.executable, "benchmark/report.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", ["README.md", "doc/report.html"])
+def test_check_names_page_and_table_in_which_a_digit_differs(page, results, capsys):
+    add_speeds(results)
+    report.write(report.load(report.ROOT / "results"))
+    with pytest.raises(SystemExit) as ended:
+        report.main(report.Args(check=True))
+    assert ended.value.code == 0
+    path = report.ROOT / page
+    text = path.read_text()
+    assert text.count("180 (160 to 200)") == 1
+    path.write_text(text.replace("180 (160 to 200)", "180 (160 to 201)"))
+    with pytest.raises(SystemExit) as ended:
+        report.main(report.Args(check=True))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and line.startswith(f"error: {page}: table speed is not what results/ gives")
+
+
+def test_interquartile_mean():
+    assert figures.interquartile_mean([9.0, 1.0, 3.0, 2.0]) == 2.5
+    assert figures.interquartile_mean([7.0, 1.0, 4.0]) == pytest.approx((0.25 * 1 + 4 + 0.25 * 7) / 1.5)
+    assert figures.interquartile_mean([5.0]) == 5
+    values = np.random.default_rng(0).normal(size=(8, 5))
+    assert figures.interquartile_mean(values, axis=0) == pytest.approx(np.sort(values, 0)[2:6].mean(0))
+
+
+def test_bootstrap_interval():
+    """That of a large sample is the mean's, two standard errors of the middle half's mean to each side or so."""
+    middle, low, high = figures.middle_and_interval(np.random.default_rng(0).normal(5, 1, (400, 2)))
+    assert np.all(low < middle) and np.all(middle < high)
+    assert np.all(np.abs(middle - 5) < 0.2) and np.all((high - low > 0.15) & (high - low < 0.3))
+    assert [ends.tolist() for ends in figures.middle_and_interval([[3.0, 4.0]])] == [[3, 4]] * 3
+
+
+def add_learning(add):
+    for mode, pace in (("plain", 4), ("compile", 2)):
+        for seed in PLAIN:
+            steps = np.arange(100, 2001, 100)
+            curve = np.stack((steps, pace * steps, seed + steps / 100), 1).tolist()
+            parts = summary(100, 2, wall_seconds=600 * pace, global_step=2000)
+            monitor = {"columns": ["seconds", "cores", "gpu_percent"], "rows": [[1, 0.9, 40], [2, 1.1, 60]]}
+            add("dqn", mode, seed, "learning", **parts, curve=curve, monitor=monitor)
+    add("dqn", "eager", 21, "learning", failed="runs/log.txt", exit_code=1)
+
+
+def test_learning_table(results):
+    """The last tenth of the steps are those at 1900 and 2000: one would be no tenth, and 1800 is none of it."""
+    add_learning(results)
+    (table,) = report.learning_tables(report.load(report.ROOT / "results"))
+    assert table.rows == [
+        ["DQN, CartPole-v1", "plain", "21, 31", "2000", "45.5", "40.5 to 50.5", "40"],
+        ["DQN, CartPole-v1", "eager", "seed 21 failed: runs/log.txt", "", "", "", ""],
+        ["DQN, CartPole-v1", "compile", "21, 31", "2000", "45.5", "40.5 to 50.5", "20"],
+    ]
+
+
+def test_figures(results):
+    """Small files, the same each time, that name what they show."""
+    add_speeds(results)
+    add_learning(results)
+    report.write(report.load(report.ROOT / "results"))
+    paths = sorted((report.ROOT / "doc" / "artifacts").iterdir())
+    names = ["learning_amd-epyc-2-cores_dqn_CartPole-v1", "load_learning_amd-epyc-2-cores_dqn_CartPole-v1"]
+    assert [path.stem for path in paths] == [*names, "speed_amd-epyc-2-cores"]
+    before = [path.read_bytes() for path in paths]
+    learning, load, speed = (svg.decode() for svg in before)
+    assert all(text in learning for text in ("plain, 2 seeds", "compile, 2 seeds", "wall-clock, minutes"))
+    assert all(text in load for text in ("processor, cores", "card, % of time"))
+    assert all(f">{mode}<" in speed for mode in ("plain", "eager", "compile", "sbx"))
+    assert max(map(len, before)) < 100_000
+    report.write(report.load(report.ROOT / "results"))
+    assert [path.read_bytes() for path in paths] == before
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def test_page_in_a_browser(results):
+    """A browser shows table and figures; a click sorts the rows by their numbers, those without any last."""
+    add_speeds(results)
+    report.write(report.load(report.ROOT / "results"))
+    path = report.ROOT / "doc" / "report.html"
+    page = path.read_text()
+    assert not re.search(r"(src|href)=.(?!data:)", page)  # it needs no other file
+    click = '<script>document.querySelectorAll("th")[2].click()</script>'
+    path.write_text(page.replace("</body>", f"{click}</body>"))
+    command = ["chromium", "--headless", "--no-sandbox", "--dump-dom", path.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    rows = re.search(r"<tbody>(.*?)</tbody>", shown, re.DOTALL)[1]
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in rows.split("</tr>")][:-1]
+    assert [row[2].split()[0] for row in rows[:5]] == ["75", "81", "90", "100", "180"]
+    assert rows[4][:3] == ["SAC, HalfCheetah-v5", "compile", "180 (160 to 200)"]
+    assert rows[5][2] in ("not measured", "seed 21 failed: runs/eager/21/log.txt")
+    assert "2-core AMD EPYC, 24 GiB" in shown and shown.count("<img ") == 1
+
+
+@pytest.mark.parametrize(
+    "name, shown",
+    [
+        ("AMD EPYC 9R14 96-Core Processor", "AMD EPYC 9R14"),
+        ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "Intel Xeon Platinum 8481C"),
+    ],
+)
+def test_processor(name, shown, tmp_path):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: {name}\ncache size\t: 1 KB\n")
+    assert machine.processor(tmp_path / "cpuinfo") == shown
+
+
+def test_machine():
+    here = machine.machine()
+    assert json.loads(json.dumps(here)) == here and here["cores"] >= 1 and here["packages"]["torch"]
+    assert machine.slug(CPU) == "amd-epyc-2-cores" and machine.slug(CARD) == "nvidia-h200-16-cores"
