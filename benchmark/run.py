@@ -30,7 +30,11 @@ MODES = {
     "cudagraphs": ["turns.py", "{algo}_torchcompile", "--cudagraphs"],
     "compile+cudagraphs": ["turns.py", "{algo}_torchcompile", "--compile", "--cudagraphs"],
 }
-PEERS = {"sb3": ["sb3.py"]}  # only when asked for, and only for PPO
+PEERS = {  # only when asked for
+    "sb3": ["peers.py", "sb3", "{algo}"],
+    "sbx": ["peers.py", "sbx", "{algo}"],
+}
+WITHOUT_PEERS = ("sac_atari",)  # they have no SAC for discrete actions
 DEFAULTS = {  # environment and steps: warm-up and a minute or so of steady training
     "sac_continuous_action": ("HalfCheetah-v5", 9_000),
     "td3_continuous_action": ("HalfCheetah-v5", 30_000),
@@ -45,7 +49,7 @@ class Args:
     algo: str = "sac_continuous_action"
     """name of the plain script, without .py"""
     modes: tuple[str, ...] = tuple(MODES)
-    """modes to run, and sb3 (Stable-Baselines3, PPO only); without a CUDA device those with cudagraphs are left out"""
+    """modes to run, and peers: sb3 and sbx (peers.py); without a CUDA device those with cudagraphs are left out"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """one round of all modes for each seed"""
     env_id: str | None = None
@@ -60,6 +64,11 @@ class Args:
     """folder for the runs, one sub-folder per mode and seed"""
     report_only: bool = False
     """print the table of the runs that are already in --run-dir"""
+
+
+def modes_of(algo):
+    """The modes that an algorithm has, peers last."""
+    return [*MODES, *(() if algo in WITHOUT_PEERS else PEERS)]
 
 
 def start(args, mode, seed, folder, cache):
@@ -146,10 +155,11 @@ def table(summaries):
 
 
 def main(args):
-    unknown = set(args.modes) - MODES.keys() - (PEERS.keys() if args.algo == "ppo_continuous_action" else set())
+    modes = modes_of(args.algo)
+    unknown = set(args.modes) - set(modes)
     if unknown or args.algo not in DEFAULTS:
         name, value = ("modes", " ".join(sorted(unknown))) if unknown else ("algo", args.algo)
-        print(f"error: --{name} {value}: choose from {', '.join(MODES if unknown else DEFAULTS)}", file=sys.stderr)
+        print(f"error: --{name} {value}: choose from {', '.join(modes if unknown else DEFAULTS)}", file=sys.stderr)
         raise SystemExit(2)
     if not args.report_only:
         if load(args.run_dir):
