@@ -35,7 +35,11 @@ MODES = {
     "cudagraphs": ["turns.py", "{algo}_torchcompile", "--cudagraphs"],
     "compile+cudagraphs": ["turns.py", "{algo}_torchcompile", "--compile", "--cudagraphs"],
 }
-PEERS = {"sb3": ["sb3.py"]}  # only when asked for, and only for PPO
+PEERS = {  # only when asked for
+    "sb3": ["peers.py", "sb3", "{algo}"],
+    "sbx": ["peers.py", "sbx", "{algo}"],
+}
+WITHOUT_PEERS = ("sac_atari",)  # they have no SAC for discrete actions
 
 
 class Task(NamedTuple):
@@ -80,7 +84,7 @@ class Args(RunArgs):
     algo: str = "sac_continuous_action"
     """name of the plain script, without .py"""
     modes: tuple[str, ...] = tuple(MODES)
-    """modes to run, and sb3 (Stable-Baselines3, PPO only); without a CUDA device those with cudagraphs are left out"""
+    """modes to run, and peers: sb3 and sbx (peers.py); without a CUDA device those with cudagraphs are left out"""
     seeds: tuple[int, ...] = (1, 2, 3)
     """one round of all modes for each seed"""
     run_dir: Path = Path("runs/benchmark")
@@ -90,8 +94,8 @@ class Args(RunArgs):
 
 
 def modes_of(algo):
-    """The modes that an algorithm has."""
-    return [*MODES, *(PEERS if algo == "ppo_continuous_action" else ())]
+    """The modes that an algorithm has, peers last."""
+    return [*MODES, *(() if algo in WITHOUT_PEERS else PEERS)]
 
 
 def possible(modes):

@@ -1,0 +1,167 @@
+"""Stable-Baselines3 and SBX at our scripts' settings. What needs them is skipped without requirements/peers.txt."""
+
+import importlib
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmark"))
+import run  # noqa: E402
+
+PROGRAM = str(ROOT / "benchmark" / "peers.py")
+DIFFERENT = {  # the settings that cannot be made equal
+    ("ppo_continuous_action", "sbx"): {"learning rates", "clip of the values"},
+    ("sac_continuous_action", "sb3"): {"matrices", "learning rates"},
+    ("sac_continuous_action", "sbx"): {"matrices", "learning rates", "target_network_frequency"},
+    ("dqn", "sbx"): {"matrices"},
+    ("ppo_atari_envpool", "sbx"): {"matrices", "learning rates", "clip of the values"},
+}
+SMALL = {  # flags with which a run has two turns or more
+    "ppo_continuous_action": "--env-id Pendulum-v1 --total-timesteps 8192",
+    "sac_continuous_action": "--env-id Pendulum-v1 --total-timesteps 400 --learning-starts 100",
+    "td3_continuous_action": "--env-id Pendulum-v1 --total-timesteps 400 --learning-starts 100",
+    "dqn": "--total-timesteps 400 --learning-starts 100",
+    "ppo_atari_envpool": "--num-envs 2 --total-timesteps 1024",
+    "dqn_atari": "--total-timesteps 400 --learning-starts 100 --buffer-size 1000",
+}
+both_peers = pytest.mark.parametrize("peer", ["sb3", "sbx"])
+all_algorithms = pytest.mark.parametrize("algo", SMALL)
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    pytest.importorskip("stable_baselines3")
+    pytest.importorskip("sbx")
+    monkeypatch.setenv("PJRT_NPROC", "1")  # `prepare` sets it
+    return importlib.import_module("peers")
+
+
+def test_modes_of_an_algorithm():
+    assert run.modes_of("dqn")[-2:] == ["sb3", "sbx"]
+    assert run.modes_of("sac_atari") == list(run.MODES)
+
+
+def test_without_the_packages_one_line_says_what_to_install():
+    code = "import sys; sys.modules['stable_baselines3'] = None; import peers"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmark", capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and "requirements/peers.txt" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_all_algorithms_with_peers_are_offered_them(peers):
+    for algo in run.DEFAULTS:
+        assert (algo in peers.ALGORITHMS) == ("sb3" in run.modes_of(algo))
+    assert peers.ALGORITHMS.keys() == SMALL.keys() and peers.PEERS.keys() == run.PEERS.keys()
+
+
+@cache
+def settings(algo):
+    return importlib.import_module("peers").settings(algo)
+
+
+@both_peers
+@all_algorithms
+def test_settings_are_ours_where_they_can_be(peers, algo, peer):
+    ours, theirs = settings(algo)["ours"], settings(algo)[peer]
+    assert ours.keys() == theirs.keys()
+    assert {row for row in ours if ours[row] != theirs[row]} == DIFFERENT.get((algo, peer), set())
+
+
+def steps(optimizers):
+    """How many steps each of torch's optimisers has made."""
+    return {name: int(optimizer.state_dict()["state"][0]["step"]) for name, optimizer in optimizers.items()}
+
+
+@pytest.mark.parametrize("algo", ["ppo_continuous_action", "sac_continuous_action", "td3_continuous_action", "dqn"])
+def test_optimisers_make_as_many_steps_as_ours(peers, algo, tmp_path):
+    name = peers.ALGORITHMS[algo]
+    env_id = "CartPole-v1" if name == "DQN" else "Pendulum-v1"
+    length = {"total_timesteps": 2048} if name == "PPO" else {"total_timesteps": 300, "learning_starts": 100}
+    script = importlib.import_module(f"leanrl.{algo}")
+    args = script.Args(env_id=env_id, run_dir=str(tmp_path), **length)
+    learners = []
+    script.train(args, lambda learner, losses, step: learners.append(learner))
+    ours = steps(learners[-1].optimizers)
+
+    models = {}
+    for peer in peers.PEERS:
+        device = peers.prepare(script, args)
+        models[peer] = peers.make_model(peer, algo, script, args, device).learn(args.total_timesteps)
+    assert steps(peers.optimizers_of_sb3(name, models["sb3"])) == ours
+    policy = models["sbx"].policy
+    states = {
+        "PPO": lambda: {"agent": policy.actor_state},
+        "SAC": lambda: {"actor": policy.actor_state, "critics": policy.qf_state, "alpha": models["sbx"].ent_coef_state},
+        "TD3": lambda: {"actor": policy.actor_state, "critics": policy.qf_state},
+        "DQN": lambda: {"q": policy.qf_state},
+    }[name]()
+    assert {name: int(state.step) for name, state in states.items()} == ours
+
+
+def test_games_are_those_of_our_script(peers):
+    """The peers see what our script sees, but for the steps in which an episode starts: they have no such steps."""
+    script = importlib.import_module("leanrl.dqn_atari")
+    args = script.Args(num_envs=1)
+    ours, theirs = script.AtariEnvs(args, 1, args.seed), peers.Games(script, args)
+    assert np.array_equal(ours.reset()[0], theirs.reset())
+    rng = np.random.default_rng(0)
+    ends = games = 0
+    while games < 2:
+        action = rng.integers(4, size=1)
+        obs, rewards, terminated, truncated, infos = ours.step(action)
+        new_obs, their_rewards, dones, [report] = theirs.step(action)
+        assert np.array_equal(rewards, their_rewards) and dones[0] == (terminated | truncated)[0]
+        if dones[0]:
+            assert np.array_equal(report["terminal_observation"], obs[0])
+            assert ("episode" in report) == infos["game_ended"][0]
+            obs, *_, infos = ours.step(action)
+            assert infos["is_reset"][0]
+            ends += 1
+            games += "episode" in report
+        assert np.array_equal(obs, new_obs)
+    assert ends == 10  # five lives
+
+
+@both_peers
+@all_algorithms
+def test_a_run_takes_turns_and_writes_a_summary(peers, algo, peer, tmp_path):
+    command = [sys.executable, PROGRAM, peer, algo, *SMALL[algo].split(), "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, input="\n" * 1000, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [path] = tmp_path.glob("*/summary.json")
+    summary = json.loads(path.read_text())
+    assert set(done.stdout.split()) == {"over"} and len(done.stdout.split()) > 2
+    assert summary["steady_sps"] > 0 and summary["warmup_seconds"] > 0 and summary["device"] == "cpu"
+    assert summary["global_step"] >= int(SMALL[algo].split("--total-timesteps ")[1].split()[0])
+
+
+def test_a_round_with_peers(peers, tmp_path):
+    flags = ["--algo", "dqn", "--modes", "plain", "sb3", "sbx", "--seeds", "1", "--total-timesteps", "1000"]
+    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *flags, "--run-dir", str(tmp_path)]
+    done = subprocess.run([*command, "--flags=--learning-starts 100"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith(("| plain", "| sb3", "| sbx"))]
+    assert len(rows) == 3 and not any("none (" in row or "not measured" in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("sb3 a2c", "error: peers.py sb3 a2c: choose sb3 or sbx, and one of"),
+        ("rllib dqn", "error: peers.py rllib dqn: choose sb3 or sbx, and one of"),
+        ("sb3 dqn --gamma 0.9", "error: --gamma 0.9: leave it out"),
+        ("sbx ppo_continuous_action --env-backend envpool", "error: --env-backend envpool: leave it out"),
+        ("sb3 dqn --num-envs 3", "error: --num-envs 3: sb3 needs a divisor of --train-frequency 10"),
+    ],
+)
+def test_bad_input(peers, words, message):
+    done = subprocess.run([sys.executable, PROGRAM, *words.split()], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1
