@@ -1,0 +1,127 @@
+"""Time two ways to do the same in turns; all tips are programs on top of this.
+
+    python benchmark/tips/no_item.py          # one tip
+    python benchmark/tips/no_item.py --write  # also store it in results/
+    python benchmark/tips/timing.py           # store all of them, and write the table of doc/speed.md; a minute
+    python benchmark/tips/timing.py --check   # the table is what the results give
+
+A tip is a file with two functions, `before` and `after`, that take nothing and return the same numbers.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path.append(str(ROOT / "benchmark"))
+from machine import machine, slug  # noqa: E402
+from run import spread  # noqa: E402
+from tables import publish  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TIPS = ("device_creation", "pinned_memory", "no_item", "train_eval", "kept_parameters", "in_place")
+TIPS += ("keep_freed_memory", "channels_last")
+
+
+@dataclass
+class TipArgs:
+    write: bool = False
+    """store the figures in results/<machine>/tips/<name>.json"""
+    rounds: int = 9
+    """turns of each, of which the median counts"""
+    seconds: float = 0.2
+    """of a turn, about"""
+    results: Path = ROOT / "results"
+    """folder with the results"""
+
+
+@dataclass
+class Args:
+    tables: bool = False
+    """only write the table again"""
+    check: bool = False
+    """only see that the table is what the results give"""
+    results: Path = ROOT / "results"
+    """folder with the results"""
+    page: Path = ROOT / "doc" / "speed.md"
+    """page with the table"""
+
+
+def seconds_per_call(function, calls):
+    """Mean over `calls` calls, until the device has done all that they asked for."""
+    begin = time.perf_counter()
+    for _ in range(calls):
+        function()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / calls
+
+
+def in_turns(functions, rounds, seconds):
+    """Seconds per call of each of `functions`, by name, a list with one for each round of turns of `seconds`."""
+    calls = {}
+    for name, function in functions.items():
+        seconds_per_call(function, 3)
+        calls[name] = max(1, int(seconds / seconds_per_call(function, 3)))
+    taken = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            taken[name].append(seconds_per_call(function, calls[name]))
+    return taken
+
+
+def ratios(taken):
+    return [before / after for before, after in zip(taken["before"], taken["after"], strict=True)]
+
+
+def main(before, after, needs_cuda=False):
+    """The command line of a tip."""
+    args = tyro.cli(TipArgs)
+    name = Path(sys.argv[0]).stem
+    if needs_cuda and DEVICE.type != "cuda":
+        print(f"{name}: not measured, it needs a CUDA device")
+        return
+    torch.set_num_threads(1)
+    taken = in_turns({"before": before, "after": after}, args.rounds, args.seconds)
+    micros = {way: spread([1e6 * value for value in values], "{:.1f}") for way, values in taken.items()}
+    ratio = spread(ratios(taken), "{:.2f}")
+    print(f"{name} on {DEVICE.type}: before {micros['before']} us, after {micros['after']} us, ratio {ratio}")
+    if args.write:
+        path = args.results / slug() / "tips" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = {"device": DEVICE.type, "seconds": taken, "machine": machine()}
+        path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def table(results):
+    """A Markdown table of all tips, with a column for each machine that has been measured."""
+    machines = sorted({path.parent.parent.name for path in results.glob("*/tips/*.json")})
+    lines = [f"| tip | {' | '.join(machines or ['worth'])} |", f"|---|{'---|' * max(1, len(machines))}"]
+    for name in TIPS:
+        docstring = ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text()))
+        cells = []
+        for path in [results / name_ / "tips" / f"{name}.json" for name_ in machines] or [results / name]:
+            taken = json.loads(path.read_text())["seconds"] if path.exists() else None
+            cells.append(spread(ratios(taken), "{:.2f}") if taken else "not measured")
+        lines.append(f"| [{docstring.splitlines()[0]}](../benchmark/tips/{name}.py) | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def measure_all(args):
+    if not args.tables and not args.check:
+        for name in TIPS:
+            command = [sys.executable, str(HERE / f"{name}.py"), "--write", f"--results={args.results}"]
+            subprocess.run(command, check=True)
+    publish(args.page, "tips", "\n" + table(args.results), args.check)
+
+
+if __name__ == "__main__":
+    measure_all(tyro.cli(Args))
