@@ -169,7 +169,7 @@ def text(algo, results):
         torch_version = about["machine"]["versions"]["torch"]
         parts.append(f"{where}, {about['machine']['cores']} cores, torch {torch_version}; {about['env_id']}:")
         parts.append(table(algo, data))
-    return "\n\n".join(["", *parts] if parts else ["", table(algo, None)])
+    return "\n\n".join(parts or [table(algo, None)])
 
 
 def main(args):

@@ -2,7 +2,7 @@
 
 import torch
 from convolutions import learn
-from timing import DEVICE, main
+from tip import DEVICE, main
 
 IMAGES = torch.linspace(0, 1, 64 * 4 * 84 * 84, device=DEVICE).view(64, 4, 84, 84)
 CHANNELS_LAST = IMAGES.contiguous(memory_format=torch.channels_last)

@@ -1,7 +1,7 @@
 """Forward and backward pass of the network that plays Atari, for the tips about convolutions."""
 
 import torch
-from timing import DEVICE
+from tip import DEVICE
 from torch import nn
 
 torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """A tensor is made on the device, not on the host and then moved there."""
 
 import torch
-from timing import DEVICE, main
+from tip import DEVICE, main
 
 
 def before():

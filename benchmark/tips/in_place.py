@@ -1,7 +1,7 @@
 """A target network moves in place, by one `lerp_`, not by a sum that becomes a new tensor."""
 
 import torch
-from timing import DEVICE, main
+from tip import DEVICE, main
 
 WEIGHTS = torch.linspace(-1, 1, 2 * 73_000, device=DEVICE)  # of both critics of SAC
 TARGET = WEIGHTS.clone()  # where the weights are already, so that both ways can be called often

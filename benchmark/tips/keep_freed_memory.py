@@ -10,10 +10,10 @@ from multiprocessing import get_context
 
 import torch
 from convolutions import learn
-from timing import ROOT, main
+from tip import ROOT, main
 
 sys.path.append(str(ROOT))
-from leanrl.ppo_atari_envpool_torchcompile import keep_freed_memory  # noqa: E402
+from leanrl.ppo_atari_envpool_torchcompile import keep_freed_memory
 
 
 def prepare(keep):

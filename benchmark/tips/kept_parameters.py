@@ -1,7 +1,7 @@
-"""What a loop needs in each turn is looked up once before it: here the parameters, for which `parameters()` searches."""
+"""What a loop needs in each turn is looked up once: here the parameters, for which `parameters()` searches."""
 
 import torch
-from timing import DEVICE, main
+from tip import DEVICE, main
 from torch import nn
 
 torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Losses are added up on the device and read once, not by `.item()` after each minibatch."""
 
 import torch
-from timing import DEVICE, main
+from tip import DEVICE, main
 
 VALUES = torch.linspace(0, 1, 256 * 16, device=DEVICE).view(16, 256)
 

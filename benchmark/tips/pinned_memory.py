@@ -4,7 +4,7 @@ Memory that is pinned anew for each copy costs more than it brings.
 """
 
 import torch
-from timing import DEVICE, main
+from tip import DEVICE, main
 
 OBS = torch.ones(8, 4, 84, 84, dtype=torch.uint8, pin_memory=DEVICE.type == "cuda")
 PAGEABLE = torch.ones_like(OBS, pin_memory=False)

@@ -1,7 +1,7 @@
 """No `eval()` and `train()` around each action of a network without dropout and batch normalisation."""
 
 import torch
-from timing import DEVICE, main
+from tip import DEVICE, main
 from torch import nn
 
 torch.manual_seed(0)

@@ -1,9 +1,9 @@
-"""Time two ways to do the same in turns; all tips are programs on top of this.
+"""What all tips share: they time two ways to do the same.
 
     python benchmark/tips/no_item.py          # one tip
     python benchmark/tips/no_item.py --write  # also store it in results/
-    python benchmark/tips/timing.py           # store all of them, and write the table of doc/speed.md; a minute
-    python benchmark/tips/timing.py --check   # the table is what the results give
+    python benchmark/tips/tip.py           # store all of them, and write the table of doc/speed.md; a minute
+    python benchmark/tips/tip.py --check   # the table is what the results give
 
 A tip is a file with two functions, `before` and `after`, that take nothing and return the same numbers.
 """
@@ -12,7 +12,6 @@ import ast
 import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +24,8 @@ sys.path.append(str(ROOT / "benchmark"))
 from machine import machine, slug  # noqa: E402
 from run import spread  # noqa: E402
 from tables import publish  # noqa: E402
+from timing import DEVICE, in_turns, ratios  # noqa: E402
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TIPS = ("device_creation", "pinned_memory", "no_item", "train_eval", "kept_parameters", "in_place")
 TIPS += ("keep_freed_memory", "channels_last")
 
@@ -53,33 +52,6 @@ class Args:
     """folder with the results"""
     page: Path = ROOT / "doc" / "speed.md"
     """page with the table"""
-
-
-def seconds_per_call(function, calls):
-    """Mean over `calls` calls, until the device has done all that they asked for."""
-    begin = time.perf_counter()
-    for _ in range(calls):
-        function()
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / calls
-
-
-def in_turns(functions, rounds, seconds):
-    """Seconds per call of each of `functions`, by name, a list with one for each round of turns of `seconds`."""
-    calls = {}
-    for name, function in functions.items():
-        seconds_per_call(function, 3)
-        calls[name] = max(1, int(seconds / seconds_per_call(function, 3)))
-    taken = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            taken[name].append(seconds_per_call(function, calls[name]))
-    return taken
-
-
-def ratios(taken):
-    return [before / after for before, after in zip(taken["before"], taken["after"], strict=True)]
 
 
 def main(before, after, needs_cuda=False):
@@ -120,7 +92,7 @@ def measure_all(args):
         for name in TIPS:
             command = [sys.executable, str(HERE / f"{name}.py"), "--write", f"--results={args.results}"]
             subprocess.run(command, check=True)
-    publish(args.page, "tips", "\n" + table(args.results), args.check)
+    publish(args.page, "tips", table(args.results), args.check)
 
 
 if __name__ == "__main__":
