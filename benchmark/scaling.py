@@ -168,12 +168,16 @@ def environments_alone(script, args, seconds):
 
 
 class Meter:
-    """The `on_log` that measures steps per second in WINDOWS windows, then times WINDOWS updates, then ends the run."""
+    """The `on_log` that measures steps per second in windows of time, then times updates one by one, then ends the run.
+
+    Of both there are WINDOWS values.
+    """
 
     def __init__(self, seconds):
         self.window = seconds / WINDOWS
         self.begin = None
         self.steps_per_second = []
+        self.timed = []
         self.update_seconds = []
 
     def __call__(self, learner, losses, step):
@@ -192,7 +196,10 @@ class Meter:
 
     def update(self, *inputs):
         """One update, timed until the device is done."""
-        self.update_seconds.append(seconds_per_call(lambda: self.original(*inputs), 1))
+        self.timed.append(seconds_per_call(lambda: self.original(*inputs), 1))
+        if sum(self.timed) >= self.window / 10:  # many updates, of all kinds, or one iteration of PPO
+            self.update_seconds.append(statistics.mean(self.timed))
+            self.timed = []
         if len(self.update_seconds) == WINDOWS:
             raise Measured
 

@@ -85,7 +85,7 @@ def cheap_guards():
 
 def cpp_wrapper(where):
     edits = (('options["cpp_wrapper"] = not self.on_cuda', 'options["cpp_wrapper"] = False'),)
-    what = "kernels called from C++, not from Python"
+    what = "on a CPU, kernels called from C++, not from Python"
     return Trick("cpp_wrapper", what, f"{where}.apply_compile_and_cudagraphs", ("compile",), edits)
 
 
