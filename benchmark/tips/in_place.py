@@ -4,16 +4,16 @@ import torch
 from tip import DEVICE, main
 
 WEIGHTS = torch.linspace(-1, 1, 2 * 73_000, device=DEVICE)  # of both critics of SAC
-TARGET = WEIGHTS.clone()  # where the weights are already, so that both ways can be called often
+TARGETS = {way: torch.zeros_like(WEIGHTS) for way in ("before", "after")}
 
 
 def before():
-    TARGET.copy_(0.005 * WEIGHTS + 0.995 * TARGET)
-    return TARGET
+    target = TARGETS["before"]
+    return target.copy_(0.005 * WEIGHTS + 0.995 * target)
 
 
 def after():
-    return TARGET.lerp_(WEIGHTS, 0.005)
+    return TARGETS["after"].lerp_(WEIGHTS, 0.005)
 
 
 if __name__ == "__main__":
