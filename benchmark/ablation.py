@@ -23,12 +23,14 @@ import run
 import torch
 import turns
 import tyro
-from machine import machine, slug
+from machine import describe, machine, slug
 from tables import publish
 from tricks import ROOT, TRICKS, without
 
 PAGE = ROOT / "doc" / "speed.md"
 MODES = ("eager", "compile", "cudagraphs", "compile+cudagraphs")
+STEPS = {"sac_continuous_action": 9_000, "td3_continuous_action": 30_000, "ppo_continuous_action": 60_000}
+STEPS |= {"dqn": 100_000}  # warm-up, and half a minute of steady training on 2 cores
 UNTOUCHED = "untouched"
 TOLERANCE = 2e-5  # of the way that the parameters go
 SHORT = {"batch_size": 32, "buffer_size": 1000, "learning_starts": 50, "total_timesteps": 110}
@@ -49,7 +51,7 @@ class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
     """one round for each seed, of each mode"""
     total_timesteps: int | None = None
-    """environment steps of each run (by default those of run.py)"""
+    """environment steps of each run (by default the algorithm's in STEPS)"""
     run_dir: Path = Path("runs/ablation")
     """folder for the copies and their runs; an earlier one of the same algorithm and mode is deleted"""
     results: Path = ROOT / "results"
@@ -121,23 +123,25 @@ def measure(args, algo, mode):
     programs = {name: ["turns.py", str(path.resolve()), *flags] for name, path in paths.items()}
     speeds = {name: [] for name in paths}
     with patch.dict(run.MODES, programs):
-        runs = run.Args(algo=algo, total_timesteps=args.total_timesteps, run_dir=folder)
+        runs = run.Args(algo=algo, total_timesteps=args.total_timesteps or STEPS[algo], run_dir=folder)
         for round_, seed in enumerate(args.seeds):
             run.run_round(runs, list(paths) if round_ % 2 == 0 else list(paths)[::-1], seed)
             for name in paths:
-                (summary,) = (folder / name / str(seed)).glob("*/summary.json")
-                speeds[name].append(json.loads(summary.read_text())["steady_sps"])
+                summaries = list((folder / name / str(seed)).glob("*/summary.json"))
+                if not summaries:
+                    raise SystemExit(f"error: {algo}, {name}: no summary; see {folder / name / str(seed)}/log.txt")
+                speeds[name].append(json.loads(summaries[0].read_text())["steady_sps"])
     return speeds
 
 
 def record(args, algo, mode, speeds):
     """Put one mode's speeds into the results of this machine."""
-    path = args.results / slug() / "ablation" / f"{algo}.json"
+    this = machine()
+    path = args.results / slug(this) / "ablation" / f"{algo}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     data = json.loads(path.read_text()) if path.exists() else {"algo": algo, "modes": {}}
-    env_id, total_timesteps = run.DEFAULTS[algo]
-    steps = args.total_timesteps or total_timesteps
-    about = {"env_id": env_id, "total_timesteps": steps, "seeds": args.seeds, "machine": machine()}
+    about = {"env_id": run.DEFAULTS[algo][0], "total_timesteps": args.total_timesteps or STEPS[algo]}
+    about |= {"seeds": args.seeds, "machine": this}
     data["modes"][mode] = about | {"steps_per_second": speeds}
     path.write_text(json.dumps(data, indent=1) + "\n")
 
@@ -165,9 +169,8 @@ def text(algo, results):
     for path in sorted(results.glob(f"*/ablation/{algo}.json")):
         data = json.loads(path.read_text())
         about = next(iter(data["modes"].values()))
-        where = about["machine"]["gpu"] or about["machine"]["cpu"]
-        torch_version = about["machine"]["versions"]["torch"]
-        parts.append(f"{where}, {about['machine']['cores']} cores, torch {torch_version}; {about['env_id']}:")
+        torch_version = about["machine"]["packages"]["torch"]
+        parts.append(f"{about['env_id']}, {describe(about['machine'])}, torch {torch_version}:")
         parts.append(table(algo, data))
     return "\n\n".join(parts or [table(algo, None)])
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import turns
 import tyro
-from machine import machine, slug
+from machine import describe, machine, slug
 from tables import publish
 from timing import in_turns, seconds_per_call
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -211,6 +211,7 @@ def measure(algo, flags, modes, seconds):
     flags = case.flags | flags
     args = script.Args(**flags)
     script.prepare(args)
+    script.LOG_INTERVAL = max(10, 100 // args.num_envs)  # vector steps; PPO logs each iteration
     meter = Meter(seconds)
     train(script, flags | modes, meter)
     return {
@@ -238,7 +239,7 @@ def measure_all(args, algo):
     for name, value, flags in points:
         print(f"{algo}: {name} {value}", file=sys.stderr, flush=True)
         data[name][value] = in_process(algo, flags, modes, args.seconds)
-    path = args.results / slug() / "scaling" / f"{algo}.json"
+    path = args.results / slug(data["machine"]) / "scaling" / f"{algo}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=1) + "\n")
 
@@ -276,8 +277,7 @@ def draw(data, path):
         axes.grid(alpha=0.3)
         axes.legend()
     modes = "+".join(name for name, active in data["modes"].items() if active) or "eager"
-    where = data["machine"]["gpu"] or data["machine"]["cpu"]
-    figure.suptitle(f"{CASES[data['algo']].title}, {modes}, {where}, {data['machine']['cores']} cores")
+    figure.suptitle(f"{CASES[data['algo']].title}, {modes}, {describe(data['machine'])}")
     figure.savefig(path, dpi=150)
 
 

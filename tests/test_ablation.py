@@ -17,7 +17,7 @@ import tricks  # noqa: E402
 
 EAGER = [(algo, trick) for algo in tricks.TRICKS for trick in ablation.tricks_of(algo, "eager")]
 COMPILED_ALONE = [(a, trick) for a in tricks.TRICKS for trick in tricks.TRICKS[a] if "eager" not in trick.modes]
-MACHINE = {"cpu": "A processor", "cores": 2, "gpu": None, "versions": {"torch": "2"}}
+MACHINE = {"cpu": "processor", "cores": 2, "memory_gib": 8, "gpu": None, "packages": {"torch": "2"}}
 WRONG = [  # edits that are no tricks
     ("sac_continuous_action", "next_actions).amin(0)", "next_actions).amax(0)"),
     ("td3_continuous_action", "self.target_actor_weights.lerp_(", "self.target_actor_weights.lerp("),
@@ -145,7 +145,7 @@ def test_table_of_tricks(tmp_path):
 
     check_that_digits_matter(ablation.main, args, page, "2.00 (1.10 to 3.00)", "2.01 (1.10 to 3.00)")
     lines = page.read_text().splitlines()
-    assert "A processor, 2 cores, torch 2; Env-v0:" in lines
+    assert "Env-v0, 2-core processor, 8 GiB, torch 2:" in lines
     assert any(line.endswith("| `DirectEnvs.step` | not measured |") for line in lines)
     assert any(line.endswith("| `cheap_guards` |  |") for line in lines)
 

@@ -1,7 +1,4 @@
-"""What crosses to the device in each step lies in pinned memory that is kept, and the copy does not wait.
-
-Memory that is pinned anew for each copy costs more than it brings.
-"""
+"""What crosses to the device in each step lies in pinned memory that is kept, and the copy does not wait."""
 
 import torch
 from tip import DEVICE, main

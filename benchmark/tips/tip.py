@@ -2,8 +2,8 @@
 
     python benchmark/tips/no_item.py          # one tip
     python benchmark/tips/no_item.py --write  # also store it in results/
-    python benchmark/tips/tip.py           # store all of them, and write the table of doc/speed.md; a minute
-    python benchmark/tips/tip.py --check   # the table is what the results give
+    python benchmark/tips/tip.py              # store all of them, and write the table of doc/speed.md; a minute
+    python benchmark/tips/tip.py --check      # the table is what the results give
 
 A tip is a file with two functions, `before` and `after`, that take nothing and return the same numbers.
 """
@@ -67,9 +67,10 @@ def main(before, after, needs_cuda=False):
     ratio = spread(ratios(taken), "{:.2f}")
     print(f"{name} on {DEVICE.type}: before {micros['before']} us, after {micros['after']} us, ratio {ratio}")
     if args.write:
-        path = args.results / slug() / "tips" / f"{name}.json"
+        this = machine()
+        path = args.results / slug(this) / "tips" / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        data = {"device": DEVICE.type, "seconds": taken, "machine": machine()}
+        data = {"device": DEVICE.type, "seconds": taken, "machine": this}
         path.write_text(json.dumps(data, indent=1) + "\n")
 
 
