@@ -74,17 +74,22 @@ def main(before, after, needs_cuda=False):
         path.write_text(json.dumps(data, indent=1) + "\n")
 
 
+def worth(path):
+    """The ratio in one result, as text."""
+    return spread(ratios(json.loads(path.read_text())["seconds"]), "{:.2f}") if path.exists() else "not measured"
+
+
 def table(results):
     """A Markdown table of all tips, with a column for each machine that has been measured."""
-    machines = sorted({path.parent.parent.name for path in results.glob("*/tips/*.json")})
-    lines = [f"| tip | {' | '.join(machines or ['worth'])} |", f"|---|{'---|' * max(1, len(machines))}"]
+    folders = sorted(results.glob("*/tips"))
+    lines = [
+        f"| tip | {' | '.join(folder.parent.name for folder in folders) or 'worth'} |",
+        f"|---|{'---|' * max(1, len(folders))}",
+    ]
     for name in TIPS:
-        docstring = ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text()))
-        cells = []
-        for path in [results / name_ / "tips" / f"{name}.json" for name_ in machines] or [results / name]:
-            taken = json.loads(path.read_text())["seconds"] if path.exists() else None
-            cells.append(spread(ratios(taken), "{:.2f}") if taken else "not measured")
-        lines.append(f"| [{docstring.splitlines()[0]}](../benchmark/tips/{name}.py) | {' | '.join(cells)} |")
+        title = ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())).splitlines()[0]
+        cells = [worth(folder / f"{name}.json") for folder in folders] or ["not measured"]
+        lines.append(f"| [{title}](../benchmark/tips/{name}.py) | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
