@@ -6,7 +6,7 @@ is what run.py starts once for each mode. A line on standard output says that a 
 (by hand: Enter) begins the next one.
 """
 
-import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -43,9 +43,18 @@ class Turns:
         return self.steps_taken / self.seconds if self.seconds else None
 
 
+def load(name):
+    """The module of the script of this name in leanrl/, or of a copy of one, by its path."""
+    folder = Path(__file__).resolve().parent.parent / "leanrl"
+    path = Path(name) if name.endswith(".py") else folder / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def main(name, *flags):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    script = importlib.import_module(f"leanrl.{name}")
+    script = load(name)
     args = tyro.cli(script.Args, args=flags)
     args.measure_burnin = 0  # warm-up ends where the first turn begins
     turns, steady_logs = Turns(args.total_timesteps), []

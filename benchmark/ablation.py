@@ -1,0 +1,194 @@
+"""What each trick is worth: it is taken out of a copy of its script, which then trains beside the untouched one.
+
+    python benchmark/ablation.py --verify         # the copies learn the same, up to rounding; a minute
+    python benchmark/ablation.py                  # measure, write results and the tables of doc/speed.md; hours
+    python benchmark/ablation.py --algos dqn --modes compile
+    python benchmark/ablation.py --check          # the tables are what the results give
+
+A trick is a replacement in the script's text: the scripts have no switches. A round trains the script and all of its
+copies in turns (run.py), and a trick's worth is the ratio of the two speeds within a round, above 1 where it pays.
+"""
+
+import contextlib
+import io
+import json
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import run
+import torch
+import turns
+import tyro
+from machine import describe, machine, slug
+from tables import publish
+from tricks import ROOT, TRICKS, without
+
+PAGE = ROOT / "doc" / "speed.md"
+MODES = ("eager", "compile", "cudagraphs", "compile+cudagraphs")
+STEPS = {"sac_continuous_action": 9_000, "td3_continuous_action": 30_000, "ppo_continuous_action": 60_000}
+STEPS |= {"dqn": 100_000}  # warm-up, and half a minute of steady training on 2 cores
+UNTOUCHED = "untouched"
+TOLERANCE = 2e-5  # of the way that the parameters go
+SHORT = {"batch_size": 32, "buffer_size": 1000, "learning_starts": 50, "total_timesteps": 110}
+VERIFIED = {  # flags of the runs that `--verify` compares; in those of PPO and DQN episodes end
+    "sac_continuous_action": SHORT | {"env_id": "Pendulum-v1"},
+    "td3_continuous_action": SHORT | {"env_id": "Pendulum-v1"},
+    "ppo_continuous_action": {"env_id": "Pendulum-v1", "num_steps": 128, "update_epochs": 2, "total_timesteps": 384},
+    "dqn": SHORT | {"total_timesteps": 350},
+}
+
+
+@dataclass
+class Args:
+    algos: tuple[str, ...] = tuple(TRICKS)
+    """names of the plain scripts"""
+    modes: tuple[str, ...] = MODES
+    """modes of run.py; without a CUDA device those with cudagraphs are left out"""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """one round for each seed, of each mode"""
+    total_timesteps: int | None = None
+    """environment steps of each run (by default the algorithm's in STEPS)"""
+    run_dir: Path = Path("runs/ablation")
+    """folder for the copies and their runs; an earlier one of the same algorithm and mode is deleted"""
+    results: Path = ROOT / "results"
+    """folder that receives <machine>/ablation/<algo>.json"""
+    page: Path = PAGE
+    """page with the tables"""
+    verify: bool = False
+    """only compare what the script and its copies learn in short runs"""
+    tables: bool = False
+    """only write the tables again"""
+    check: bool = False
+    """only see that the tables are what the results give"""
+
+
+def write_copy(algo, trick, folder):
+    """Write the turbo script without `trick`, or as it is (None), to a folder of its own under `folder`."""
+    name = f"{algo}_torchcompile.py"
+    path = folder / (trick.name if trick else UNTOUCHED) / name
+    path.parent.mkdir(parents=True)
+    path.write_text(without(algo, trick) if trick else (ROOT / "leanrl" / name).read_text())
+    return path
+
+
+def tricks_of(algo, mode):
+    return [trick for trick in TRICKS[algo] if mode in trick.modes]
+
+
+def learnt(path, algo, mode):
+    """All parameters of a short run of the script at `path` at its first and at its last log: two vectors."""
+    script = turns.load(str(path))
+    script.LOG_INTERVAL = 10
+    logs = []
+
+    def on_log(learner, losses, step):
+        networks = learner.state_dict()["networks"].values()
+        logs.append(torch.cat([tensor.double().flatten() for network in networks for tensor in network.values()]))
+
+    flags = VERIFIED[algo] | {"compile": "compile" in mode, "cudagraphs": "cudagraphs" in mode}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        script.train(script.Args(run_dir=folder, threads=1, **flags), on_log)
+    return logs[0], logs[-1]
+
+
+def difference(path, algo, mode, wanted):
+    """How far apart the copy at `path` and the script end, whose `learnt` is `wanted`, as a part of the way it went."""
+    before, after = wanted
+    _, got = learnt(path, algo, mode)
+    return float((got - after).norm() / (after - before).norm())
+
+
+def verify(algo, mode):
+    """Print how far each copy is from the script after a short run; SystemExit(1) if that is more than rounding."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = learnt(write_copy(algo, None, Path(folder)), algo, mode)
+        for trick in tricks_of(algo, mode):
+            far = difference(write_copy(algo, trick, Path(folder)), algo, mode, wanted)
+            print(f"{algo}, {mode}, without {trick.name}: {far:.1e} of the way", flush=True)
+            if not far < TOLERANCE:
+                raise SystemExit(f"error: without {trick.name}, {algo} learns something else")
+
+
+def measure(args, algo, mode):
+    """Steps per second of the untouched script and of each copy, one per seed, by name."""
+    folder = args.run_dir / algo / mode
+    shutil.rmtree(folder, ignore_errors=True)
+    paths = {UNTOUCHED: write_copy(algo, None, folder)}
+    paths |= {trick.name: write_copy(algo, trick, folder) for trick in tricks_of(algo, mode)}
+    flags = run.MODES[mode][2:]
+    programs = {name: ["turns.py", str(path.resolve()), *flags] for name, path in paths.items()}
+    speeds = {name: [] for name in paths}
+    with patch.dict(run.MODES, programs):
+        runs = run.Args(algo=algo, total_timesteps=args.total_timesteps or STEPS[algo], run_dir=folder)
+        for round_, seed in enumerate(args.seeds):
+            run.run_round(runs, list(paths) if round_ % 2 == 0 else list(paths)[::-1], seed)
+            for name in paths:
+                summaries = list((folder / name / str(seed)).glob("*/summary.json"))
+                if not summaries:
+                    raise SystemExit(f"error: {algo}, {name}: no summary; see {folder / name / str(seed)}/log.txt")
+                speeds[name].append(json.loads(summaries[0].read_text())["steady_sps"])
+    return speeds
+
+
+def record(args, algo, mode, speeds):
+    """Put one mode's speeds into the results of this machine."""
+    this = machine()
+    path = args.results / slug(this) / "ablation" / f"{algo}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = json.loads(path.read_text()) if path.exists() else {"algo": algo, "modes": {}}
+    about = {"env_id": run.DEFAULTS[algo][0], "total_timesteps": args.total_timesteps or STEPS[algo]}
+    about |= {"seeds": args.seeds, "machine": this}
+    data["modes"][mode] = about | {"steps_per_second": speeds}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def table(algo, data):
+    """A Markdown table of the tricks of one algorithm, with the ratios in `data`, one machine's results or nothing."""
+    modes = list(data["modes"]) if data else ["eager", "compile"]
+    lines = [f"| what the script does | where | {' | '.join(modes)} |", f"|---|---|{'---|' * len(modes)}"]
+    for trick in TRICKS[algo]:
+        cells = []
+        for mode in modes:
+            speeds = data["modes"][mode]["steps_per_second"] if data else {}
+            if trick.name in speeds:
+                pairs = zip(speeds[UNTOUCHED], speeds[trick.name], strict=True)
+                cells.append(run.spread([speed / slower for speed, slower in pairs], "{:.2f}"))
+            else:
+                cells.append("not measured" if mode in trick.modes else "")
+        lines.append(f"| {trick.what} | `{trick.where}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def text(algo, results):
+    """The tables of one algorithm, one for each machine that has been measured."""
+    parts = []
+    for path in sorted(results.glob(f"*/ablation/{algo}.json")):
+        data = json.loads(path.read_text())
+        about = next(iter(data["modes"].values()))
+        torch_version = about["machine"]["packages"]["torch"]
+        parts.append(f"{about['env_id']}, {describe(about['machine'])}, torch {torch_version}:")
+        parts.append(table(algo, data))
+    return "\n\n".join(parts or [table(algo, None)])
+
+
+def main(args):
+    for name, given, known in (("algos", args.algos, TRICKS), ("modes", args.modes, MODES)):
+        for value in set(given) - set(known):
+            print(f"error: --{name} {value}: choose from {', '.join(known)}", file=sys.stderr)
+            raise SystemExit(2)
+    modes = [mode for mode in args.modes if torch.cuda.is_available() or "cudagraphs" not in mode]
+    if not args.tables and not args.check:
+        for algo in args.algos:
+            for mode in modes:
+                verify(algo, mode) if args.verify else record(args, algo, mode, measure(args, algo, mode))
+    if not args.verify:
+        for algo in args.algos:
+            publish(args.page, f"tricks of {algo}", text(algo, args.results), args.check)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,20 @@
+"""Images have their channels last in memory, for convolutions on a CPU."""
+
+import torch
+from convolutions import learn
+from tip import DEVICE, main
+
+IMAGES = torch.linspace(0, 1, 64 * 4 * 84 * 84, device=DEVICE).view(64, 4, 84, 84)
+CHANNELS_LAST = IMAGES.contiguous(memory_format=torch.channels_last)
+
+
+def before():
+    return learn(IMAGES)
+
+
+def after():
+    return learn(CHANNELS_LAST)
+
+
+if __name__ == "__main__":
+    main(before, after)

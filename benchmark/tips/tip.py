@@ -1,0 +1,105 @@
+"""What all tips share: they time two ways to do the same.
+
+    python benchmark/tips/no_item.py          # one tip
+    python benchmark/tips/no_item.py --write  # also store it in results/
+    python benchmark/tips/tip.py              # store all of them, and write the table of doc/speed.md; a minute
+    python benchmark/tips/tip.py --check      # the table is what the results give
+
+A tip is a file with two functions, `before` and `after`, that take nothing and return the same numbers.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path.append(str(ROOT / "benchmark"))
+from machine import machine, slug  # noqa: E402
+from run import spread  # noqa: E402
+from tables import publish  # noqa: E402
+from timing import DEVICE, in_turns, ratios  # noqa: E402
+
+TIPS = ("device_creation", "pinned_memory", "no_item", "train_eval", "kept_parameters", "in_place")
+TIPS += ("keep_freed_memory", "channels_last")
+
+
+@dataclass
+class TipArgs:
+    write: bool = False
+    """store the figures in results/<machine>/tips/<name>.json"""
+    rounds: int = 9
+    """turns of each, of which the median counts"""
+    seconds: float = 0.2
+    """of a turn, about"""
+    results: Path = ROOT / "results"
+    """folder with the results"""
+
+
+@dataclass
+class Args:
+    tables: bool = False
+    """only write the table again"""
+    check: bool = False
+    """only see that the table is what the results give"""
+    results: Path = ROOT / "results"
+    """folder with the results"""
+    page: Path = ROOT / "doc" / "speed.md"
+    """page with the table"""
+
+
+def main(before, after, needs_cuda=False):
+    """The command line of a tip."""
+    args = tyro.cli(TipArgs)
+    name = Path(sys.argv[0]).stem
+    if needs_cuda and DEVICE.type != "cuda":
+        print(f"{name}: not measured, it needs a CUDA device")
+        return
+    torch.set_num_threads(1)
+    taken = in_turns({"before": before, "after": after}, args.rounds, args.seconds)
+    micros = {way: spread([1e6 * value for value in values], "{:.1f}") for way, values in taken.items()}
+    ratio = spread(ratios(taken), "{:.2f}")
+    print(f"{name} on {DEVICE.type}: before {micros['before']} us, after {micros['after']} us, ratio {ratio}")
+    if args.write:
+        this = machine()
+        path = args.results / slug(this) / "tips" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = {"device": DEVICE.type, "seconds": taken, "machine": this}
+        path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def worth(path):
+    """The ratio in one result, as text."""
+    return spread(ratios(json.loads(path.read_text())["seconds"]), "{:.2f}") if path.exists() else "not measured"
+
+
+def table(results):
+    """A Markdown table of all tips, with a column for each machine that has been measured."""
+    folders = sorted(results.glob("*/tips"))
+    lines = [
+        f"| tip | {' | '.join(folder.parent.name for folder in folders) or 'worth'} |",
+        f"|---|{'---|' * max(1, len(folders))}",
+    ]
+    for name in TIPS:
+        title = ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())).splitlines()[0]
+        cells = [worth(folder / f"{name}.json") for folder in folders] or ["not measured"]
+        lines.append(f"| [{title}](../benchmark/tips/{name}.py) | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def measure_all(args):
+    if not args.tables and not args.check:
+        for name in TIPS:
+            command = [sys.executable, str(HERE / f"{name}.py"), "--write", f"--results={args.results}"]
+            subprocess.run(command, check=True)
+    publish(args.page, "tips", table(args.results), args.check)
+
+
+if __name__ == "__main__":
+    measure_all(tyro.cli(Args))

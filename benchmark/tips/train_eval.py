@@ -1,0 +1,26 @@
+"""No `eval()` and `train()` around each action of a network without dropout and batch normalisation."""
+
+import torch
+from tip import DEVICE, main
+from torch import nn
+
+torch.manual_seed(0)
+NETWORK = nn.Sequential(nn.Linear(17, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 6)).to(DEVICE)
+OBS = torch.ones(1, 17, device=DEVICE)
+
+
+@torch.no_grad()
+def before():
+    NETWORK.eval()
+    actions = NETWORK(OBS)
+    NETWORK.train()
+    return actions
+
+
+@torch.no_grad()
+def after():
+    return NETWORK(OBS)
+
+
+if __name__ == "__main__":
+    main(before, after)

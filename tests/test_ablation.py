@@ -1,0 +1,208 @@
+"""Tricks, scaling and tips: what is compared does the same, and tables are what their data gives."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "tips")]
+import ablation  # noqa: E402
+import scaling  # noqa: E402
+import tip  # noqa: E402
+import tricks  # noqa: E402
+
+EAGER = [(algo, trick) for algo in tricks.TRICKS for trick in ablation.tricks_of(algo, "eager")]
+COMPILED_ALONE = [(a, trick) for a in tricks.TRICKS for trick in tricks.TRICKS[a] if "eager" not in trick.modes]
+MACHINE = {"cpu": "processor", "cores": 2, "memory_gib": 8, "gpu": None, "packages": {"torch": "2"}}
+WRONG = [  # edits that are no tricks
+    ("sac_continuous_action", "next_actions).amin(0)", "next_actions).amax(0)"),
+    ("td3_continuous_action", "self.target_actor_weights.lerp_(", "self.target_actor_weights.lerp("),
+    ("ppo_continuous_action", "gamma * gae_lambda * (1 - ended)", "gamma * gae_lambda * (1 - terminated)"),
+    ("dqn", "self.args.gamma * next_q", "0.98 * next_q"),
+]
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory):
+    """What each script learns in a short run."""
+    known = {}
+
+    def learnt(algo):
+        if algo not in known:
+            path = ablation.write_copy(algo, None, tmp_path_factory.mktemp(algo))
+            known[algo] = ablation.learnt(path, algo, "eager")
+        return known[algo]
+
+    return learnt
+
+
+def names(cases):
+    return [f"{algo}, {trick.name}" for algo, trick in cases]
+
+
+@pytest.mark.parametrize(("algo", "trick"), EAGER, ids=names(EAGER))
+def test_without_a_trick_a_script_learns_the_same(algo, trick, untouched, tmp_path):
+    path = ablation.write_copy(algo, trick, tmp_path)
+    assert ablation.difference(path, algo, "eager", untouched(algo)) < ablation.TOLERANCE
+
+
+@pytest.mark.parametrize(("algo", "trick"), COMPILED_ALONE, ids=names(COMPILED_ALONE))
+def test_edits_of_compiled_code_fit_the_script(algo, trick):
+    """Whether it learns the same is what `ablation.py --verify` shows, in minutes."""
+    compile(tricks.without(algo, trick), trick.name, "exec")
+
+
+@pytest.mark.parametrize(("algo", "old", "new"), WRONG)
+def test_another_algorithm_is_noticed(algo, old, new, untouched, tmp_path):
+    path = ablation.write_copy(algo, tricks.Trick("wrong", "", "", (), ((old, new),)), tmp_path)
+    assert ablation.difference(path, algo, "eager", untouched(algo)) > 4 * ablation.TOLERANCE
+
+
+@pytest.mark.parametrize(("old", "places"), [("no such text", 0), ("import ", None)])
+def test_a_text_that_is_not_there_once_is_named(old, places):
+    with pytest.raises(ValueError, match=rf"dqn, name: {places or '[0-9]+'} places, not one, with this text: {old}"):
+        tricks.without("dqn", tricks.Trick("name", "", "", (), ((old, ""),)))
+
+
+STAND_IN = """
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+@dataclass
+class Args:
+    env_id: str
+    total_timesteps: int
+    seed: int
+    run_dir: str
+    measure_burnin: int = 0
+
+def train(args, on_log):
+    for step in range(0, args.total_timesteps, 10):
+        time.sleep({seconds})
+        on_log(None, {{}}, step)
+    folder = Path(args.run_dir) / "run"
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps({{"wall_seconds": 0}}))
+"""
+
+
+def test_measuring(tmp_path, monkeypatch):
+    """A stand-in for the script, and one for its copies that takes twice as long."""
+
+    def write_copy(algo, trick, folder):
+        path = folder / f"{trick.name if trick else None}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(STAND_IN.format(seconds=0.04 if trick else 0.02))
+        return path
+
+    monkeypatch.setattr(ablation, "write_copy", write_copy)
+    monkeypatch.setitem(ablation.TRICKS, "dqn", ablation.TRICKS["dqn"][:1])
+    page = page_with("tricks of dqn", tmp_path)
+    flags = {"algos": ("dqn",), "modes": ("eager",), "seeds": (1, 2), "total_timesteps": 600, "page": page}
+    ablation.main(ablation.Args(**flags, run_dir=tmp_path / "runs", results=tmp_path / "results"))
+    (path,) = tmp_path.glob("results/*/ablation/dqn.json")
+    speeds = json.loads(path.read_text())["modes"]["eager"]["steps_per_second"]
+    ratios = [with_it / without for with_it, without in zip(speeds["untouched"], speeds["numpy_acting"], strict=True)]
+    assert len(ratios) == 2 and min(ratios) > 1.3
+    assert f"| `on_host` | {ablation.run.spread(ratios, '{:.2f}')} |" in page.read_text()
+
+
+def write(path, data):
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(data))
+
+
+def page_with(name, folder):
+    path = folder / "page.md"
+    path.write_text(f"<!-- {name}: a program writes this -->\n<!-- end of {name} -->\n")
+    return path
+
+
+def check_that_digits_matter(program, args, page, digits, changed):
+    """`digits` are on the page that `program` has written; changed, its --check fails and names page and table."""
+    program(args(tables=True))
+    assert digits in page.read_text()
+    program(args(check=True))
+    page.write_text(page.read_text().replace(digits, changed))
+    with pytest.raises(SystemExit, match=r"error: page\.md: the table .* is not what its data gives"):
+        program(args(check=True))
+
+
+def test_table_of_tricks(tmp_path):
+    speeds = {"untouched": [100, 120, 110], "numpy_acting": [50, 40, 100], "one_crossing": [100, 100, 100]}
+    mode = {"env_id": "Env-v0", "machine": MACHINE, "steps_per_second": speeds}
+    write(tmp_path / "results" / "a-machine" / "ablation" / "dqn.json", {"modes": {"eager": mode}})
+    page = page_with("tricks of dqn", tmp_path)
+
+    def args(**flags):
+        return ablation.Args(algos=("dqn",), results=tmp_path / "results", page=page, **flags)
+
+    check_that_digits_matter(ablation.main, args, page, "2.00 (1.10 to 3.00)", "2.01 (1.10 to 3.00)")
+    lines = page.read_text().splitlines()
+    assert "Env-v0, 2-core processor, 8 GiB, torch 2:" in lines
+    assert any(line.endswith("| `DirectEnvs.step` | not measured |") for line in lines)
+    assert any(line.endswith("| `cheap_guards` |  |") for line in lines)
+
+
+def test_table_and_plot_of_scaling(tmp_path):
+    point = {"steps_per_second": [90, 110, 100], "update_seconds": [0.002, 0.001], "updates_per_step": 0.1}
+    point |= {"environment_steps_per_second": 5000.0, "matmul_seconds": 0.0005, "matmul_flops": 1e7}
+    modes = {"compile": True, "cudagraphs": False}
+    data = {"algo": "dqn", "modes": modes, "machine": MACHINE, "num_envs": {"1": point}, "batch": {"64": point}}
+    path = tmp_path / "results" / "a-machine" / "scaling" / "dqn.json"
+    write(path, data)
+    page = page_with("scaling", tmp_path)
+
+    def args(**flags):
+        return scaling.Args(results=tmp_path / "results", page=page, **flags)
+
+    check_that_digits_matter(scaling.main, args, page, "| DQN | 100 | 64 | 1.5 | 0.5 | 20 |", "| DQN | 101 | 64 |")
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_of_tips(tmp_path):
+    data = {"seconds": {"before": [3.0, 2.0, 4.0], "after": [1.0, 1.0, 1.0]}}
+    write(tmp_path / "results" / "a-machine" / "tips" / "in_place.json", data)
+    page = page_with("tips", tmp_path)
+
+    def args(**flags):
+        return tip.Args(results=tmp_path / "results", page=page, **flags)
+
+    check_that_digits_matter(tip.measure_all, args, page, "3.00 (2.00 to 4.00)", "3.00 (2.00 to 4.01)")
+    assert page.read_text().count("not measured") == len(tip.TIPS) - 1
+
+
+def test_the_page_has_the_tables_that_the_results_give():
+    for program in (ablation.main, scaling.main, tip.measure_all):
+        program(sys.modules[program.__module__].Args(check=True))
+
+
+@pytest.mark.parametrize("name", [name for name in tip.TIPS if name != "keep_freed_memory"])
+def test_both_ways_of_a_tip_do_the_same(name):
+    """Where `keep_freed_memory` differs is the process."""
+    module = importlib.import_module(name)
+    torch.testing.assert_close(module.before(), module.after(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_point_of_scaling_counts_what_an_update_computes():
+    """DQN's 4-120-84-2 network: two forward passes; gradients of the parameters, and of all inputs but the first."""
+    point = scaling.measure("dqn", {"batch_size": 32, "num_envs": 2}, {"compile": False}, seconds=0.1)
+    layers = (4 * 120, 120 * 84, 84 * 2)
+    assert point["matmul_flops"] == 2 * 32 * (3 * sum(layers) + sum(layers[1:]))
+    assert point["updates_per_step"] == pytest.approx(0.1, rel=0.1)
+    assert len(point["steps_per_second"]) == len(point["update_seconds"]) == scaling.WINDOWS
+    assert 0 < point["matmul_seconds"] < min(point["update_seconds"])
+    assert point["environment_steps_per_second"] > max(point["steps_per_second"])
+
+
+@pytest.mark.parametrize("program", [ablation.main, scaling.main])
+def test_bad_input(program, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program(sys.modules[program.__module__].Args(algos=("a2c",)))
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: --algos a2c: choose from sac_")
