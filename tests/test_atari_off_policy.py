@@ -18,7 +18,7 @@ from conftest import (
     make_learner,
     saved,
 )
-from test_dqn_atari import StackingPool
+from test_atari_off_policy_runs import StackingPool
 from test_ppo_atari import script_games
 
 NAMES = ("dqn_atari", "sac_atari")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import test_atari_off_policy
+import test_atari_off_policy_runs
 import test_dqn
-import test_dqn_atari
 import test_ppo
 import test_ppo_atari
 import test_replay
@@ -440,7 +440,7 @@ def catch(name, algorithm, script, folder, monkeypatch):
     if name == TRAINING:
         return check_training(script, folder, settings=SETTINGS.get(algorithm), runs=[(False, False), (True, True)])
     if name == FROM_THE_HOST:
-        return getattr(test_dqn_atari, name)(script, folder, monkeypatch)
+        return getattr(test_atari_off_policy_runs, name)(script, folder, monkeypatch)
     with emulated_cuda():
         if algorithm == "ppo":
             monkeypatch.setattr(test_ppo, "TURBO", script)
@@ -463,7 +463,7 @@ def simplify(algorithm, script, monkeypatch):
     if algorithm == "ppo_atari":
         test_ppo_atari.script_games(script, monkeypatch)
     elif algorithm in ("dqn_atari", "sac_atari"):
-        test_ppo_atari.script_games(script, monkeypatch, test_dqn_atari.StackingPool)
+        test_ppo_atari.script_games(script, monkeypatch, test_atari_off_policy_runs.StackingPool)
 
 
 def train_on_cpu(algorithm, script, folder):

@@ -1,5 +1,7 @@
 """DQN and SAC for Atari, plain and turbo: what a run stores, resuming without the replay buffer, values, learning."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -339,3 +341,25 @@ def test_catch_is_learnt(turbo, tmp_path, monkeypatch):
     folder, _ = train(turbo, tmp_path, every=16, **rates(turbo, 5e-4), **own)
     returns = np.array(scalars(folder, "charts/episodic_return")) / BALLS
     assert returns[:50].mean() < -0.6 and returns[-100:].mean() > 0.75
+
+
+FAULTS = """
+import resource, sys, torch
+from leanrl.sac_atari_torchcompile import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2_000_000) for _ in range(3)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.parametrize("how", ["kept", "returned"])
+def test_freed_memory_is_kept(how):
+    """Three tensors of 8 MB, made again: of 5859 pages none has to be cleared again."""
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", FAULTS, how], cwd=root, capture_output=True, text=True, check=True)
+    assert (int(done.stdout) < 100) == (how == "kept")
