@@ -57,12 +57,12 @@ def interquartile_mean(values, axis=-1):
 
 def middle_and_interval(curves):
     """Interquartile mean over `curves`, (seeds, points), and a 95% bootstrap interval: its ends, each (points,)."""
-    from scipy.stats import bootstrap
-
     curves = np.asarray(curves, float)
     middle = interquartile_mean(curves, axis=0)
     if len(curves) == 1:
         return middle, middle, middle
+    from scipy.stats import bootstrap
+
     settings = {"axis": 0, "vectorized": True, "method": "percentile", "n_resamples": 2000}
     interval = bootstrap((curves,), interquartile_mean, rng=np.random.default_rng(0), **settings).confidence_interval
     return middle, interval.low, interval.high

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 
@@ -226,6 +227,9 @@ def main(args):
     run.check(args.algos, args.modes)
     if args.learn and not set(args.modes) <= run.MODES.keys():
         run.refuse("modes", " ".join(args.modes), run.MODES)
+    if args.learn and not find_spec("scipy"):  # not after hours
+        print("error: --learn True: intervals need scipy: pip install -r requirements/test.txt", file=sys.stderr)
+        raise SystemExit(2)
     args.seeds = args.seeds or ((21,) if args.quick else (21, 31, 41))
     results = args.out or Path("runs/quick" if args.quick else "results")
     todo = list(jobs(args))
