@@ -132,7 +132,7 @@ def test_bad_input(tmp_path, capsys):
     assert line.startswith(f"error: --run-dir {tmp_path}: it holds runs")
     line = refused(capsys, run.main, run.Args(modes=("fast",)))
     assert line.startswith("error: --modes fast: choose from plain, eager")
-    line = refused(capsys, run.main, run.Args(modes=("sb3",)))  # which has no SAC at the same settings
+    line = refused(capsys, run.main, run.Args(algo="sac_atari", modes=("sb3",)))  # which has no SAC-discrete
     assert line.startswith("error: --modes sb3: choose from plain, eager")
     line = refused(capsys, run.main, run.Args(algo="a2c"))
     assert line.startswith("error: --algo a2c: choose from sac_continuous_action")
