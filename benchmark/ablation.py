@@ -148,12 +148,13 @@ def record(args, algo, mode, speeds):
 
 def table(algo, data):
     """A Markdown table of the tricks of one algorithm, with the ratios in `data`, one machine's results or nothing."""
-    modes = list(data["modes"]) if data else ["eager", "compile"]
+    known = data["modes"] if data else {}
+    modes = [mode for mode in MODES if mode in known or "cudagraphs" not in mode]
     lines = [f"| what the script does | where | {' | '.join(modes)} |", f"|---|---|{'---|' * len(modes)}"]
     for trick in TRICKS[algo]:
         cells = []
         for mode in modes:
-            speeds = data["modes"][mode]["steps_per_second"] if data else {}
+            speeds = known[mode]["steps_per_second"] if mode in known else {}
             if trick.name in speeds:
                 pairs = zip(speeds[UNTOUCHED], speeds[trick.name], strict=True)
                 cells.append(run.spread([speed / slower for speed, slower in pairs], "{:.2f}"))

@@ -129,27 +129,28 @@ def train(script, flags, on_log):
 
 
 def matmuls_alone(script, flags, period):
-    """Seconds, and floating-point operations, of all matmuls and convolutions of an update, by an eager run."""
+    """Seconds, and floating-point operations, of all matmuls and convolutions of an update, by an eager run.
+
+    These are means over `period` updates.
+    """
     matmuls = Matmuls()
-    flops = FlopCounterMode(display=False)
-    updates = 0
+    flops = []
 
     def on_log(learner, losses, step):
         if learner.stage == "training":
             original = learner.update
 
             def update(*inputs):
-                nonlocal updates
-                with flops, matmuls:
+                with FlopCounterMode(display=False) as counter, matmuls:
                     original(*inputs)
-                updates += 1
-                if updates == period:
+                flops.append(counter.get_total_flops())
+                if len(flops) == period:
                     raise Measured
 
             learner.update = update
 
     train(script, flags, on_log)
-    return {"matmul_seconds": matmuls.seconds() / period, "matmul_flops": flops.get_total_flops() / period}
+    return {"matmul_seconds": matmuls.seconds() / period, "matmul_flops": sum(flops) / period}
 
 
 def environments_alone(script, args, seconds):
