@@ -1,9 +1,9 @@
 """What each trick is worth: it is taken out of a copy of its script, which then trains beside the untouched one.
 
     python benchmark/ablation.py --verify         # the copies learn the same, up to rounding; a minute
-    python benchmark/ablation.py                  # measure, write results and the tables of doc/speed.md; hours
+    python benchmark/ablation.py                  # measure; an hour and a half on 2 cores
     python benchmark/ablation.py --algos dqn --modes compile
-    python benchmark/ablation.py --check          # the tables are what the results give
+    python benchmark/report.py                    # put the results into doc/speed.md
 
 A trick is a replacement in the script's text: the scripts have no switches. A round trains the script and all of its
 copies in turns (run.py), and a trick's worth is the ratio of the two speeds within a round, above 1 where it pays.
@@ -24,10 +24,8 @@ import torch
 import turns
 import tyro
 from machine import describe, machine, slug
-from tables import publish
 from tricks import ROOT, TRICKS, without
 
-PAGE = ROOT / "doc" / "speed.md"
 MODES = ("eager", "compile", "cudagraphs", "compile+cudagraphs")
 STEPS = {"sac_continuous_action": 9_000, "td3_continuous_action": 30_000, "ppo_continuous_action": 60_000}
 STEPS |= {"dqn": 100_000}  # warm-up, and half a minute of steady training on 2 cores
@@ -56,14 +54,8 @@ class Args:
     """folder for the copies and their runs; an earlier one of the same algorithm and mode is deleted"""
     results: Path = ROOT / "results"
     """folder that receives <machine>/ablation/<algo>.json"""
-    page: Path = PAGE
-    """page with the tables"""
     verify: bool = False
     """only compare what the script and its copies learn in short runs"""
-    tables: bool = False
-    """only write the tables again"""
-    check: bool = False
-    """only see that the tables are what the results give"""
 
 
 def write_copy(algo, trick, folder):
@@ -182,13 +174,11 @@ def main(args):
             print(f"error: --{name} {value}: choose from {', '.join(known)}", file=sys.stderr)
             raise SystemExit(2)
     modes = [mode for mode in args.modes if torch.cuda.is_available() or "cudagraphs" not in mode]
-    if not args.tables and not args.check:
-        for algo in args.algos:
-            for mode in modes:
-                verify(algo, mode) if args.verify else record(args, algo, mode, measure(args, algo, mode))
-    if not args.verify:
-        for algo in args.algos:
-            publish(args.page, f"tricks of {algo}", text(algo, args.results), args.check)
+    for algo in args.algos:
+        for mode in modes:
+            verify(algo, mode) if args.verify else record(args, algo, mode, measure(args, algo, mode))
+        if not args.verify:
+            print(text(algo, args.results), flush=True)
 
 
 if __name__ == "__main__":

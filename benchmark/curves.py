@@ -4,6 +4,8 @@ python benchmark/curves.py collect runs/pong pong.csv --steps 10000
 python benchmark/curves.py random pong.csv --env-id Pong-v5  # once, after `collect`, which writes the file anew
 python benchmark/curves.py draw pong.csv pong.png
 python benchmark/curves.py collect runs/pong entropy.csv --tag losses/entropy  # to draw another scalar
+
+report.py puts a table of what each curve of doc/artifacts/*.csv ends at into the page that shows it.
 """
 
 import csv
@@ -91,18 +93,8 @@ def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 
     print(f"{returns.size} games: mean return {mean}, standard deviation {returns.std():.2f}")
 
 
-def draw(
-    data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], window: int = 5, level: float | None = None
-):
-    """Draw each experiment's seeds, as moving means over `window` rows, and its mean over seeds as far as all go.
-
-    The mean of a random policy's returns is a dashed line, and so is `level`, such as a target.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def read(data):
+    """The runs of a CSV file, as {(exp_name, seed): (steps, values)}, the random policy's returns, env_id and name."""
     runs = defaultdict(lambda: ([], []))
     random = []
     with open(data) as file:
@@ -116,6 +108,40 @@ def draw(
             steps, values = runs[row["exp_name"], row["seed"]]
             steps.append(int(row["step"]))
             values.append(value)
+    return runs, random, env_id, name.replace("_", " ")
+
+
+def table(data):
+    """A Markdown table of the mean of each run over the last tenth of its steps, and of the random policy's returns."""
+    runs, random, env_id, name = read(data)
+    lines = [f"| {env_id} | seeds | steps | {name} in the last tenth of them |", "|---|---|---|---|"]
+    for exp_name in dict.fromkeys(exp_name for exp_name, _ in runs):
+        own = {seed: run for (name, seed), run in runs.items() if name == exp_name}
+        lasts = [steps[-1] for steps, _ in own.values()]
+        ends = [
+            np.mean([value for step, value in zip(steps, values, strict=True) if step > 0.9 * steps[-1]])
+            for steps, values in own.values()
+        ]
+        ends = ", ".join(f"{end:.0f}" if abs(end) >= 100 else f"{end:.2f}" for end in ends)
+        lines.append(f"| `{exp_name}` | {', '.join(own)} | {', '.join(map(str, dict.fromkeys(lasts)))} | {ends} |")
+    if random:
+        lines.append(f"| random policy, {len(random)} games | | | {mean_and_error(random)} |")
+    return "\n".join(lines)
+
+
+def draw(
+    data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], window: int = 5, level: float | None = None
+):
+    """Draw each experiment's seeds, as moving means over `window` rows, and its mean over seeds as far as all go.
+
+    The mean of a random policy's returns is a dashed line, and so is `level`, such as a target.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs, random, env_id, name = read(data)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     grid = np.linspace(0, max(max(steps) for steps, _ in runs.values()), 200)
     for i, exp_name in enumerate(sorted({exp_name for exp_name, _ in runs})):
@@ -133,7 +159,7 @@ def draw(
         axes.axhline(mean, color="black", linestyle="--", label=f"random policy, {len(random)} games: {mean:.1f}")
     if level is not None:
         axes.axhline(level, color="black", linestyle="--", label=f"{level}")
-    axes.set(xlabel="environment steps", ylabel=f"{name.replace('_', ' ')} (moving mean)", title=env_id)
+    axes.set(xlabel="environment steps", ylabel=f"{name} (moving mean)", title=env_id)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(output, dpi=120)

@@ -1,19 +1,26 @@
 """What double-buffered games are worth while somebody else computes the actions: envpool's steps per second.
 
-python benchmark/double_buffer.py --num-envs 8
+python benchmark/double_buffer.py  # measure; report.py makes the table of doc/ppo.md
 
 Actions are random and come after a sleep that stands for the wait for a GPU. Compared are all games at once, two halves
 by `send` and `recv` (what `--double-buffer` does), two halves in two Python threads, and one pool that hands out
 whichever games are ready first, half of them at a time: its rollouts cannot be made again from the seed.
 """
 
+import json
+import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import envpool
 import numpy as np
 import tyro
+from machine import describe, machine, slug
+from run import spread
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass
@@ -22,12 +29,14 @@ class Args:
     """Atari game, by envpool's name"""
     num_envs: int = 8
     """games, an even number"""
-    waits: tuple[int, ...] = (0, 100, 300, 1000)
+    waits: tuple[int, ...] = (0, 300, 1000)
     """microseconds to sleep for the actions of a group of games"""
     seconds: float = 2.0
     """of a turn"""
     rounds: int = 3
     """turns of each, of which the median counts"""
+    results: Path = ROOT / "results"
+    """folder that receives <machine>/double_buffer.json"""
 
 
 class Games:
@@ -93,6 +102,14 @@ class FirstReady(Games):
             self.pools[0].send(self.act(count // 2), infos["env_id"])
 
 
+WAYS = {
+    "all at once": AtOnce,
+    "two halves, `send` and `recv`": SendAndReceive,
+    "two halves, threads": Threads,
+    "whichever games are ready first, half as many at a time": FirstReady,
+}
+
+
 def speed(games, args):
     """Steps of games per second, in a turn."""
     begin = time.perf_counter()
@@ -103,14 +120,35 @@ def speed(games, args):
     return steps / elapsed
 
 
+def table(results):
+    """A Markdown table for each machine that has been measured: steps per second, and ratios to all games at once."""
+    head = f"| sleep for a group's actions, us | {' | '.join(WAYS)} |\n|---|---|---|---|---|"
+    parts = []
+    for path in sorted(results.glob("*/double_buffer.json")):
+        data = json.loads(path.read_text())
+        lines = [head]
+        for wait, speeds in data["steps_per_second"].items():
+            cells = [f"{statistics.median(speeds[way]):.0f}" for way in WAYS]
+            for i, way in enumerate(WAYS):
+                ratios = [one / base for one, base in zip(speeds[way], next(iter(speeds.values())), strict=True)]
+                cells[i] += f", {spread(ratios, '{:.2f}')}" * (i > 0)
+            lines.append(f"| {wait} | {' | '.join(cells)} |")
+        parts += [f"{data['num_envs']} games of {data['env_id']}, {describe(data['machine'])}:", "\n".join(lines)]
+    return "\n\n".join(parts or [head + "\n| all | not measured | | | |"])
+
+
 def main(args):
-    ways = (AtOnce, SendAndReceive, Threads, FirstReady)
-    print("| wait, us | " + " | ".join(way.__name__ for way in ways) + " |")
-    print("|---" * (1 + len(ways)) + "|")
+    this = machine()
+    measured = {}
     for wait in args.waits:
-        games = [way(args, wait / 1e6) for way in ways]
-        speeds = np.median([[speed(one, args) for one in games] for _ in range(args.rounds)], axis=0)
-        print(f"| {wait} | " + " | ".join(f"{value:.0f} ({value / speeds[0]:.2f})" for value in speeds) + " |")
+        games = {name: way(args, wait / 1e6) for name, way in WAYS.items()}
+        turns = [{name: speed(one, args) for name, one in games.items()} for _ in range(args.rounds)]
+        measured[wait] = {name: [turn[name] for turn in turns] for name in games}
+    path = args.results / slug(this) / "double_buffer.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"env_id": args.env_id, "num_envs": args.num_envs, "machine": this, "steps_per_second": measured}
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    print(table(args.results))
 
 
 if __name__ == "__main__":

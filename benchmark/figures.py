@@ -7,6 +7,8 @@ black and white.
 import io
 
 import numpy as np
+from matplotlib import pyplot as plt
+from scipy.stats import bootstrap
 
 NAMES = {
     "sac_continuous_action": "SAC",
@@ -61,8 +63,6 @@ def middle_and_interval(curves):
     middle = interquartile_mean(curves, axis=0)
     if len(curves) == 1:
         return middle, middle, middle
-    from scipy.stats import bootstrap
-
     settings = {"axis": 0, "vectorized": True, "method": "percentile", "n_resamples": 2000}
     interval = bootstrap((curves,), interquartile_mean, rng=np.random.default_rng(0), **settings).confidence_interval
     return middle, interval.low, interval.high
@@ -87,7 +87,7 @@ def save(figure):
     return file.getvalue()
 
 
-def speed_bars(plt, groups):
+def speed_bars(groups):
     """Ratios to plain by algorithm and mode, with their range over seeds."""
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     modes = list(dict.fromkeys(mode for group in groups.values() for mode in group))
@@ -109,7 +109,7 @@ def speed_bars(plt, groups):
     return figure
 
 
-def learning_curves(plt, title, modes):
+def learning_curves(title, modes):
     """Interquartile means over seeds and their intervals, against steps and against wall-clock minutes."""
     figure, both = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for axes, column, unit in zip(both, (0, 1), (1, 60), strict=True):
@@ -132,7 +132,7 @@ def learning_curves(plt, title, modes):
     return figure
 
 
-def load_curves(plt, title, tables):
+def load_curves(title, tables):
     """How busy processor and card were over a run: `tables` are the monitor's by mode."""
     names = {"cores": "processor, cores", "gpu_percent": "card, % of time"}
     columns = [name for name in names if any(name in table["columns"] for table in tables.values())]
@@ -155,25 +155,20 @@ def done(results):
 
 def draw(groups):
     """SVG files by name. `groups` has results as {kind: {machine: {(algo, env_id): {mode: [results]}}}}."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     drawn = {}
     with plt.rc_context(SETTINGS):
         for slug, own in groups["speed"].items():
-            drawn[f"speed_{slug}"] = save(speed_bars(plt, own))
+            drawn[f"speed_{slug}"] = save(speed_bars(own))
         for kind, by_machine in groups.items():
             for slug, own in by_machine.items():
                 for (algo, env_id), modes in own.items():
                     name = f"{slug}_{algo}_{env_id}".replace("/", "-")
                     title = named(algo, env_id)
                     if kind == "learning" and any(run.get("curve") for runs in modes.values() for run in runs):
-                        drawn[f"learning_{name}"] = save(learning_curves(plt, title, modes))
+                        drawn[f"learning_{name}"] = save(learning_curves(title, modes))
                     tables = {mode: done(runs)[0].get("monitor") for mode, runs in modes.items() if done(runs)}
                     tables = {mode: table for mode, table in tables.items() if table and table["rows"]}
                     if tables:
-                        drawn[f"load_{kind}_{name}"] = save(load_curves(plt, f"{title}, {kind}", tables))
+                        drawn[f"load_{kind}_{name}"] = save(load_curves(f"{title}, {kind}", tables))
         plt.close("all")
     return drawn

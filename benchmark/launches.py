@@ -1,7 +1,7 @@
 """Count what an environment step and an update launch, copy and wait for: costs that no busy machine can hide.
 
     python benchmark/launches.py          # count, and print the table
-    python benchmark/launches.py --write  # three minutes; also rewrite launches.json and the table in doc/speed.md
+    python benchmark/launches.py --write  # three minutes; also rewrite launches.json, which report.py reads
 
 What is counted is `train` itself, in steady state and with the scripts' defaults, save for a small replay buffer, an
 early start of learning, for DQN no random actions, and for Atari's DQN and SAC target networks that move in time to be
@@ -33,7 +33,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from emulated_cuda import emulated_cuda, tensors_in, traits  # noqa: E402
 
 DATA = ROOT / "benchmark" / "launches.json"
-PAGE = ROOT / "doc" / "speed.md"
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 MODES = {"eager": {}, "cudagraphs": {"cudagraphs": True}, "compile": {"compile": True, "cuda": False}}
 EARLY = {"learning_starts": 190, "buffer_size": 1000}
@@ -49,7 +48,6 @@ RUNS = {  # name, flags, and how many steps to count: whole periods of all that 
     "sac_atari": ("SAC-discrete, Atari", EARLY_ATARI, 100),
 }
 PARTS = ("update", "update_target", "losses")  # methods that are counted by themselves; all else is the step
-MARKERS = ("<!-- launches.py writes from here", "<!-- to here -->")
 WIDE = ("sac_continuous_action", "td3_continuous_action")  # whose updates' matmuls are 256 by 256 by 256 or so
 IMAGES = ("ppo_atari_envpool", "dqn_atari", "sac_atari")  # whose convolutions nobody has timed
 NODE_US, MATMUL_US = (2, 2.5), (5, 6)  # an estimate for an H100-class card, see doc/speed.md
@@ -59,7 +57,7 @@ COLUMNS = ("operators", "matmuls", "kernels", "replays", "nodes", "h2d", "h2d by
 @dataclass
 class Args:
     write: bool = False
-    """rewrite launches.json and the table in doc/speed.md"""
+    """rewrite launches.json"""
 
 
 class Counted(Exception):
@@ -254,20 +252,11 @@ def table(data):
     return "\n".join(lines)
 
 
-def with_table(page, text):
-    """`page` with `text` between the markers."""
-    begin, end = MARKERS
-    head, rest = page.split(begin)
-    comment, rest = rest.split("\n", 1)
-    return f"{head}{begin}{comment}\n\n{text}\n\n{end}{rest.split(end)[1]}"
-
-
 def main(args):
     data = total(json.loads(DATA.read_text()))
     print(table(data))
     if args.write:
         DATA.write_text(json.dumps(data, indent=1) + "\n")
-        PAGE.write_text(with_table(PAGE.read_text(), table(data)))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
     python benchmark/matrix.py --dry-run  # print the commands
     python benchmark/matrix.py            # speed: rounds in which the modes take turns (run.py)
+    python benchmark/matrix.py --quick    # the same in less time
     python benchmark/matrix.py --learn    # learning curves: one run after the other, at the published budgets
 
-A result is the JSON file of a run: speed/<algo>/<env_id>/<mode>/<seed>.json or learning/... . Where the run crashed it
-names the log ("failed"). The same command goes on where it was interrupted: a round is not run again if all its results
-are there, and of the same commands. To repeat it delete them. report.py makes tables and figures of the results.
+A result is the JSON file of a run: speed/<algo>/<env_id>/<mode>/<seed>.json, or quick/... or learning/... . Where the
+run crashed it names the log ("failed"). The same command goes on where it was interrupted: a round is not run again if
+all its results are there, and of the same commands. To repeat it delete them. At the end report.py makes tables and
+figures of all that is in results/.
 """
 
 import json
@@ -20,12 +22,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 
-import report
 import run
 import tyro
 from machine import machine, slug
 from monitor import Monitor
 from tqdm import tqdm
+
+try:
+    import report
+except ImportError as error:  # not after hours
+    print(f"error: matrix.py: pip install -r requirements/test.txt ({error})", file=sys.stderr)
+    raise SystemExit(2) from None
 
 ROOT = Path(__file__).resolve().parent.parent
 POINTS = 200  # of a learning curve
@@ -36,16 +43,17 @@ START_SECONDS = {True: 50, False: 10}  # of a mode with and without --compile, t
 class Args(run.RunArgs):
     algos: tuple[str, ...] = tuple(run.DEFAULTS)
     """names of the plain scripts, without .py"""
-    modes: tuple[str, ...] = tuple(run.MODES)
-    """modes to run; without a CUDA device those with cudagraphs are left out"""
+    modes: tuple[str, ...] | None = None
+    """modes to run, and peers: sb3 and sbx (by default all; --quick and --learn without peers); what this machine has
+    no CUDA device or no packages for is left out"""
     seeds: tuple[int, ...] | None = None
     """one round of all modes for each (by default 21 31 41)"""
     quick: bool = False
-    """half an hour on 2 cores: fewer steps, seed 21 alone, results under runs/quick"""
+    """half an hour on 2 cores: fewer steps, seed 21 alone, no peers"""
     learn: bool = False
     """learning curves instead of speed: each run by itself, at the published budget"""
-    out: Path | None = None
-    """folder for the results (by default results); those of other flags, such as another precision, need their own"""
+    out: Path = ROOT / "results"
+    """folder for the results; those of other flags, such as another precision, need one of their own"""
     run_dir: Path = Path("runs/matrix")
     """folder for the runs and their logs"""
     dry_run: bool = False
@@ -64,7 +72,7 @@ class Job:
         self.env_id = args.env_id or task.env_id
         steps = args.total_timesteps
         steps = steps or (task.budget if args.learn else task.quick_steps if args.quick else task.steps)
-        self.kind = "learning" if args.learn else "speed"
+        self.kind = "learning" if args.learn else "quick" if args.quick else "speed"
         self.args = run.Args(
             algo=algo,
             env_id=self.env_id,
@@ -183,9 +191,9 @@ def curve(folder):
 
 def jobs(args):
     """All that is to be run: seed by seed, so that the first table is there soon."""
-    modes = run.possible(args.modes)
     for i, seed in enumerate(args.seeds):
         for algo in args.algos:
+            modes = [mode for mode in args.modes if mode in run.modes_of(algo)]
             in_turn = modes if i % 2 == 0 else modes[::-1]
             for group in [[mode] for mode in in_turn] if args.learn else [in_turn]:
                 yield Job(args, algo, group, seed)
@@ -223,19 +231,35 @@ def measure(todo, out, here):
             bar.update(end - bar.n)
 
 
-def main(args):
-    run.check(args.algos, args.modes)
-    if args.learn and not set(args.modes) <= run.MODES.keys():
-        run.refuse("modes", " ".join(args.modes), run.MODES)
-    if args.learn and not find_spec("scipy"):  # not after hours
-        print("error: --learn True: intervals need scipy: pip install -r requirements/test.txt", file=sys.stderr)
-        raise SystemExit(2)
+def missing(mode):
+    """What a mode needs and this machine has not, or None."""
+    if mode not in run.possible([mode]):
+        return "a CUDA device"
+    if mode in run.PEERS and not find_spec(run.PEER_MODULES[mode]):
+        return "requirements/peers.txt"
+    return None
+
+
+def complete(args):
+    """Check the arguments and give those that were left out their values."""
+    for algo in args.algos:
+        if algo not in run.DEFAULTS:
+            run.refuse("algos", algo, run.DEFAULTS)
+    known = run.MODES if args.learn else run.MODES | run.PEERS
+    for mode in args.modes or ():
+        if mode not in known:
+            run.refuse("modes", mode, known)
+    modes = args.modes or tuple(run.MODES if args.quick else known)
+    for mode in modes:
+        if missing(mode):
+            print(f"skipped: {mode} needs {missing(mode)}", file=sys.stderr)
+    args.modes = tuple(mode for mode in modes if not missing(mode))
     args.seeds = args.seeds or ((21,) if args.quick else (21, 31, 41))
-    results = args.out or Path("runs/quick" if args.quick else "results")
+
+
+def main(args):
+    complete(args)
     todo = list(jobs(args))
-    for mode in args.modes:
-        if mode not in run.possible(args.modes):
-            print(f"skipped: {mode} needs a CUDA device", file=sys.stderr)
     if args.dry_run:
         for job in todo:
             for mode in job.modes:
@@ -243,15 +267,17 @@ def main(args):
         print(f"about {sum(job.seconds for job in todo) / 3600:.1f} hours on 2 cores", file=sys.stderr)
         return
     here = machine()
-    out = results / slug(here)
+    out = args.out / slug(here)
     try:
         measure(todo, out, here)
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
         raise SystemExit(130) from None
-    measured = report.load(results)
+    measured = report.load(args.out)
     tables = report.learning_tables(measured) if args.learn else report.speed_tables(measured)
     print("\n\n".join(table.markdown() for table in tables))
+    if args.out.resolve() == ROOT / "results":
+        report.write(measured)
     failed = [job.result_path(out, mode) for job in todo for mode in job.modes]
     failed = [path for path in failed if "failed" in json.loads(path.read_text())]
     for path in failed:

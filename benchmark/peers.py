@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
+from run import PEER_MODULES as PEERS
 from torch import nn
 from turns import Turns
 
@@ -37,7 +38,6 @@ except ImportError as error:
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}  # and their modules
 PACKAGES = {"sb3": ("stable-baselines3", "torch"), "sbx": ("sbx-rl", "jax")}
 ALGORITHMS = {  # the scripts, and their learners' classes, which have the same names in the peers
     "ppo_continuous_action": "PPO",

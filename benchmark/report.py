@@ -1,10 +1,11 @@
-"""Make tables and figures of results/ (matrix.py): README.md's tables, doc/artifacts/*.svg and doc/report.html.
+"""Make all tables and figures of what was measured: README.md's, those of doc/, doc/artifacts/*.svg, doc/report.html.
 
     python benchmark/report.py
-    python benchmark/report.py --check  # exit code 1 if a committed table is not what results/ gives
+    python benchmark/report.py --check  # exit code 1 if a committed table is not what the data gives
 
-Figures are medians over seeds with their range; ratios are to the plain script of the same round. Where there is no
-result a table says "not measured".
+Speeds (matrix.py) are medians over seeds with their range; ratios are to the plain script of the same round. Where
+there is no result a table says "not measured". What the curves of doc/artifacts/*.csv (curves.py) end at is in the
+pages of the algorithms, and what ablation.py, scaling.py, launches.py and tips/ have measured in doc/speed.md.
 """
 
 import base64
@@ -17,14 +18,29 @@ from itertools import pairwise
 from math import inf
 from pathlib import Path
 
+import ablation
+import curves
+import double_buffer
 import figures
+import launches
+import scaling
 import tyro
 from figures import named
 from machine import describe
-from run import DEFAULTS, MODES, spread
+from run import DEFAULTS, MODES, PEERS, spread
 from tables import with_table
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmark" / "tips"))
+import tip  # noqa: E402
+
+CURVES = {  # of doc/artifacts, by the page that shows them
+    "doc/sac.md": ("sac_halfcheetah",),
+    "doc/td3.md": ("td3_halfcheetah",),
+    "doc/ppo.md": ("ppo_halfcheetah", "ppo_pong", "ppo_breakout"),
+    "doc/dqn.md": ("dqn_cartpole", "dqn_breakout"),
+    "doc/sac_discrete.md": ("sac_discrete_entropy",),
+}
 SPEED = ("", "mode", "steps/s", "ratio to plain", "warm-up, s", "pays off after, steps")
 LEARNING = ("", "mode", "seeds", "steps", "return at the end", "95% interval", "minutes")
 MACHINES = ("machine", "driver", "packages")
@@ -34,7 +50,7 @@ NOT_MEASURED = "not measured"
 @dataclass
 class Args:
     check: bool = False
-    """change nothing; name the tables that are not what results/ gives"""
+    """change nothing; name the tables that are not what the data gives"""
 
 
 @dataclass
@@ -63,12 +79,16 @@ class Table:
 
 
 def load(folder):
-    """All results under `folder`: speed and learning, each a list by the machine's slug."""
-    results = {"speed": {}, "learning": {}}
+    """All results under `folder`: speed and learning, each a list by the machine's slug.
+
+    Of a machine that has no full rounds the speeds are those of the quick ones.
+    """
+    results = {"speed": {}, "learning": {}, "quick": {}}
     for path in sorted(folder.glob("*/*/*/*/*/*.json")):
         slug, kind, *_ = path.relative_to(folder).parts
         if kind in results:
-            results[kind].setdefault(slug, []).append(json.loads(path.read_text()))
+            results[kind].setdefault(slug, []).append(json.loads(path.read_text()) | {"kind": kind})
+    results["speed"] = results.pop("quick") | results["speed"]
     return results
 
 
@@ -79,7 +99,7 @@ def grouped(results):
     for result in sorted(results, key=lambda result: (order.index(result["algo"]), result["env_id"], result["seed"])):
         modes = groups.setdefault((result["algo"], result["env_id"]), {})
         modes.setdefault(result["mode"], []).append(result)
-    known = [*MODES]
+    known = [*MODES, *PEERS]
     place = {mode: i for i, mode in enumerate(known)}
     return {key: dict(sorted(modes.items(), key=lambda item: place.get(item[0], 99))) for key, modes in groups.items()}
 
@@ -142,6 +162,7 @@ def caption(results):
     seeds = sorted({result["seed"] for result in results})
     text = f"{describe(machine)}; torch {', '.join(torch)}; precision of float32 matmuls: {', '.join(matmuls)}; "
     text += f"seeds {', '.join(map(str, seeds))}."
+    text += " Quick rounds." * (results[0]["kind"] == "quick")
     return text if machine["gpu"] else f"{text} Without a CUDA device modes with CUDA graphs are {NOT_MEASURED}."
 
 
@@ -198,7 +219,16 @@ def texts(results):
     tables["machines"] = [machine_table(results)]
     markdown = "\n\n".join(table.markdown() for table in tables["speed"])
     page = {name: "\n".join(table.html() for table in some) for name, some in tables.items()}
-    return {"README.md": {"speed": markdown}, "doc/report.html": page}
+    pages = {"README.md": {"speed": markdown}, "doc/report.html": page}
+    for name, shown in CURVES.items():
+        data = {curve: ROOT / "doc" / "artifacts" / f"{curve}.csv" for curve in shown}
+        pages[name] = {f"curve {curve}": curves.table(path) for curve, path in data.items()}
+    measured = ROOT / "results"
+    pages["doc/ppo.md"]["double buffering"] = double_buffer.table(measured)
+    pages["doc/speed.md"] = {f"tricks of {algo}": ablation.text(algo, measured) for algo in ablation.TRICKS}
+    pages["doc/speed.md"] |= {"scaling": scaling.table(measured), "tips": tip.table(measured)}
+    pages["doc/speed.md"]["launches"] = launches.table(json.loads(launches.DATA.read_text()))
+    return pages
 
 
 def stale(results):
@@ -208,14 +238,15 @@ def stale(results):
         committed = (ROOT / page).read_text()
         for name, text in tables.items():
             if with_table(committed, name, text) != committed:
-                lines.append(f"error: {page}: table {name} is not what results/ gives; run python benchmark/report.py")
+                lines.append(f"error: {page}: table {name} is not what its data gives; run python benchmark/report.py")
     return lines
 
 
 def write(results):
-    """Rewrite the tables of the pages, and the figures."""
+    """Write all tables and figures; `results` are those of `load`."""
     groups = {kind: {slug: grouped(own) for slug, own in by_machine.items()} for kind, by_machine in results.items()}
     pictures = figures.draw(groups)
+    scaling.draw_all(ROOT / "results")
     tables = texts(results)
     tables["doc/report.html"]["figures"] = "\n".join(image(name, svg) for name, svg in pictures.items())
     for page, parts in tables.items():

@@ -39,6 +39,7 @@ PEERS = {  # only when asked for
     "sb3": ["peers.py", "sb3", "{algo}"],
     "sbx": ["peers.py", "sbx", "{algo}"],
 }
+PEER_MODULES = {"sb3": "stable_baselines3", "sbx": "sbx"}
 WITHOUT_PEERS = ("sac_atari",)  # they have no SAC for discrete actions
 
 

@@ -1,8 +1,8 @@
 """How fast the turbo scripts are with more environments and with larger batches, beside what no script can pass.
 
-    python benchmark/scaling.py                        # all scripts: measure, write results, plots and the table; hours
+    python benchmark/scaling.py                        # all scripts; hours
     python benchmark/scaling.py --algos dqn --no-compile
-    python benchmark/scaling.py --check                # the table is what the results give
+    python benchmark/report.py                         # put the results into doc/speed.md, and draw them
 
 The floors are measured too, in the same process: the environments alone, with random actions, and the matmuls and
 convolutions of an update alone, in the shapes that they have there and on tensors that lie in the cache.
@@ -28,7 +28,6 @@ import torch
 import turns
 import tyro
 from machine import describe, machine, slug
-from tables import publish
 from timing import in_turns, seconds_per_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -83,13 +82,7 @@ class Args:
     seconds: float = 10
     """of training in steady state, for each point"""
     results: Path = ROOT / "results"
-    """folder that receives <machine>/scaling/<algo>.json and .png"""
-    page: Path = ROOT / "doc" / "speed.md"
-    """page with the table"""
-    tables: bool = False
-    """only draw and write the table again"""
-    check: bool = False
-    """only see that the table is what the results give"""
+    """folder that receives <machine>/scaling/<algo>.json"""
 
 
 class Measured(Exception):
@@ -245,6 +238,12 @@ def measure_all(args, algo):
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
+def draw_all(results):
+    """Draw the results of each script on each machine beside their data."""
+    for path in results.glob("*/scaling/*.json"):
+        draw(json.loads(path.read_text()), path.with_suffix(".png"))
+
+
 def draw(data, path):
     """Both curves with their floors, in colours that differ in brightness too, and with markers of their own."""
     import matplotlib
@@ -321,13 +320,9 @@ def main(args):
     for algo in set(args.algos) - CASES.keys():
         print(f"error: --algos {algo}: choose from {', '.join(CASES)}", file=sys.stderr)
         raise SystemExit(2)
-    if not args.tables and not args.check:
-        for algo in args.algos:
-            measure_all(args, algo)
-    if not args.check:
-        for path in args.results.glob("*/scaling/*.json"):
-            draw(json.loads(path.read_text()), path.with_suffix(".png"))
-    publish(args.page, "scaling", table(args.results), args.check)
+    for algo in args.algos:
+        measure_all(args, algo)
+    print(table(args.results))
 
 
 if __name__ == "__main__":

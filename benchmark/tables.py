@@ -13,13 +13,3 @@ def with_table(page, name, text):
     if places != 1:
         raise ValueError(f"{places} places, not one, between <!-- {name}: ... --> and <!-- end of {name} -->")
     return page
-
-
-def publish(path, name, text, check):
-    """Make `text` the table `name` of the page at `path`; with `check`, end with exit code 1 where it is not that."""
-    page = path.read_text()
-    new = with_table(page, name, text)
-    if check and new != page:
-        raise SystemExit(f"error: {path.name}: the table {name} is not what its data gives; write it again")
-    if not check:
-        path.write_text(new)

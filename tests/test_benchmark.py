@@ -310,24 +310,28 @@ def test_dry_run_prints_the_commands(capsys, monkeypatch):
     folder = "runs/matrix/learning/sac_atari/BeamRider-v5/compile/21"
     flags = f"--compile --env-id=BeamRider-v5 --total-timesteps=5000000 --seed=21 --run-dir={folder}"
     assert out == f"python leanrl/sac_atari_torchcompile.py {flags}\n"
+    monkeypatch.setattr(matrix, "find_spec", lambda module: True)
     out, _ = commands(capsys)
-    assert len(out.splitlines()) == 7 * 5 * 3
+    assert len(out.splitlines()) == (7 * 5 + 6 * 2) * 3  # SAC for Atari has no peers
     out, _ = commands(capsys, quick=True)
     assert len(out.splitlines()) == 7 * 5
 
 
-def test_modes_that_need_cuda_are_skipped_without_it(capsys, monkeypatch):
+def test_modes_are_skipped_for_want_of_a_device_or_of_packages(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(matrix, "find_spec", lambda module: None if module == "sbx" else True)
     out, err = commands(capsys, algos=("dqn",), seeds=(1,))
-    assert len(out.splitlines()) == 3 and "cudagraphs" not in out
-    assert err.splitlines()[:2] == [
-        f"skipped: {mode} needs a CUDA device" for mode in ("cudagraphs", "compile+cudagraphs")
+    assert len(out.splitlines()) == 4 and "cudagraphs" not in out and "sb3" in out
+    assert err.splitlines()[:3] == [
+        "skipped: cudagraphs needs a CUDA device",
+        "skipped: compile+cudagraphs needs a CUDA device",
+        "skipped: sbx needs requirements/peers.txt",
     ]
 
 
 def test_run_sh_hands_its_flags_on():
     done = subprocess.run([ROOT / "run.sh", "--dry-run", "--algos", "a2c"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: --algo a2c: choose from sac_continuous_action")
+    assert done.returncode == 2 and done.stderr.startswith("error: --algos a2c: choose from sac_continuous_action")
 
 
 def test_a_learning_run_leaves_a_thinned_curve(tmp_path, monkeypatch, capsys):

@@ -36,7 +36,3 @@ def test_graphs_hold_all_operators_and_change_no_copy_and_no_wait(algo):
         assert launched == eager[part].get("operators", 0), part
         for name in ("calls per step", "h2d", "h2d bytes", "d2h", "d2h bytes", "waits"):
             assert counts.get(name) == eager[part].get(name), (part, name)
-
-
-def test_page_has_the_table_of_the_file():
-    assert launches.with_table(launches.PAGE.read_text(), launches.table(DATA)) == launches.PAGE.read_text()

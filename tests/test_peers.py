@@ -58,7 +58,7 @@ def test_without_the_packages_one_line_says_what_to_install():
 def test_all_algorithms_with_peers_are_offered_them(peers):
     for algo in run.DEFAULTS:
         assert (algo in peers.ALGORITHMS) == ("sb3" in run.modes_of(algo))
-    assert peers.ALGORITHMS.keys() == SMALL.keys() and peers.PEERS.keys() == run.PEERS.keys()
+    assert peers.ALGORITHMS.keys() == SMALL.keys() and run.PEER_MODULES.keys() == run.PEERS.keys()
 
 
 @cache

@@ -30,11 +30,11 @@ PLAIN = {21: (100.0, 2.0), 31: (80.0, 1.0)}  # steps per second and warm-up seco
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """A copy of the pages in tmp_path, and a function that adds a result beside them."""
+    """A copy of the pages and curves in tmp_path, and a function that adds a result beside them."""
     monkeypatch.setattr(report, "ROOT", tmp_path)
     (tmp_path / "doc" / "artifacts").mkdir(parents=True)
-    for page in ("README.md", "doc/report.html"):
-        shutil.copy(ROOT / page, tmp_path / page)
+    for path in [ROOT / "README.md", *(ROOT / "doc").glob("*.*"), *(ROOT / "doc").glob("artifacts/*.csv")]:
+        shutil.copy(path, tmp_path / path.relative_to(ROOT))
 
     def add(algo, mode, seed, kind="speed", where=CPU, **parts):
         task = report.DEFAULTS[algo]
@@ -126,7 +126,33 @@ def test_check_names_page_and_table_in_which_a_digit_differs(page, results, caps
     with pytest.raises(SystemExit) as ended:
         report.main(report.Args(check=True))
     (line,) = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 1 and line.startswith(f"error: {page}: table speed is not what results/ gives")
+    assert ended.value.code == 1 and line.startswith(f"error: {page}: table speed is not what its data gives")
+
+
+@pytest.mark.parametrize("page", ["sac", "td3", "ppo", "dqn", "sac_discrete", "speed"])
+def test_each_digit_of_a_table_matters(page, results):
+    """A digit is changed in the last row of each table of a page."""
+    report.write({"speed": {}, "learning": {}})
+    path = report.ROOT / "doc" / f"{page}.md"
+    whole = path.read_text()
+    ends = [match.start() for match in re.finditer("\\n\\n<!-- end of ", whole)]
+    for end in ends:
+        *_, digit = (match for match in re.finditer(r"\d|not measured", whole[:end]))
+        other = "8" if digit[0] == "7" else "7"
+        path.write_text(whole[: digit.start()] + other + whole[digit.end() :])
+        (line,) = report.stale({"speed": {}, "learning": {}})
+        assert line.startswith(f"error: doc/{page}.md: table ")
+    assert ends
+
+
+def test_quick_rounds_count_where_there_are_no_full_ones(results):
+    for where in (CPU, CARD):
+        results("dqn", "plain", 21, kind="quick", where=where, **summary(50.0, 2.0))
+    results("dqn", "plain", 21, where=CARD, **summary(100.0, 2.0))
+    quick, full = report.speed_tables(report.load(report.ROOT / "results"))
+    speeds = [[row[2] for row in table.rows if row[:2] == ["DQN, CartPole-v1", "plain"]] for table in (quick, full)]
+    assert speeds == [["50"], ["100"]]
+    assert "Quick rounds." in quick.caption and "Quick" not in full.caption
 
 
 def test_interquartile_mean():
@@ -172,7 +198,7 @@ def test_figures(results):
     add_speeds(results)
     add_learning(results)
     report.write(report.load(report.ROOT / "results"))
-    paths = sorted((report.ROOT / "doc" / "artifacts").iterdir())
+    paths = sorted((report.ROOT / "doc" / "artifacts").glob("*.svg"))
     names = ["learning_amd-epyc-2-cores_dqn_CartPole-v1", "load_learning_amd-epyc-2-cores_dqn_CartPole-v1"]
     assert [path.stem for path in paths] == [*names, "speed_amd-epyc-2-cores"]
     before = [path.read_bytes() for path in paths]

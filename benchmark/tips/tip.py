@@ -2,8 +2,8 @@
 
     python benchmark/tips/no_item.py          # one tip
     python benchmark/tips/no_item.py --write  # also store it in results/
-    python benchmark/tips/tip.py              # store all of them, and write the table of doc/speed.md; a minute
-    python benchmark/tips/tip.py --check      # the table is what the results give
+    python benchmark/tips/tip.py              # store all of them; two minutes
+    python benchmark/report.py                # put them into doc/speed.md
 
 A tip is a file with two functions, `before` and `after`, that take nothing and return the same numbers.
 """
@@ -23,7 +23,6 @@ ROOT = HERE.parent.parent
 sys.path.append(str(ROOT / "benchmark"))
 from machine import machine, slug  # noqa: E402
 from run import spread  # noqa: E402
-from tables import publish  # noqa: E402
 from timing import DEVICE, in_turns, ratios  # noqa: E402
 
 TIPS = ("device_creation", "pinned_memory", "no_item", "train_eval", "kept_parameters", "in_place")
@@ -44,14 +43,8 @@ class TipArgs:
 
 @dataclass
 class Args:
-    tables: bool = False
-    """only write the table again"""
-    check: bool = False
-    """only see that the table is what the results give"""
     results: Path = ROOT / "results"
     """folder with the results"""
-    page: Path = ROOT / "doc" / "speed.md"
-    """page with the table"""
 
 
 def main(before, after, needs_cuda=False):
@@ -94,11 +87,9 @@ def table(results):
 
 
 def measure_all(args):
-    if not args.tables and not args.check:
-        for name in TIPS:
-            command = [sys.executable, str(HERE / f"{name}.py"), "--write", f"--results={args.results}"]
-            subprocess.run(command, check=True)
-    publish(args.page, "tips", table(args.results), args.check)
+    for name in TIPS:
+        command = [sys.executable, str(HERE / f"{name}.py"), "--write", f"--results={args.results}"]
+        subprocess.run(command, check=True)
 
 
 if __name__ == "__main__":
