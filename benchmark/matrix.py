@@ -276,7 +276,7 @@ def main(args):
     measured = report.load(args.out)
     tables = report.learning_tables(measured) if args.learn else report.speed_tables(measured)
     print("\n\n".join(table.markdown() for table in tables))
-    if args.out.resolve() == ROOT / "results":
+    if args.out.resolve() == report.ROOT / "results":
         report.write(measured)
     failed = [job.result_path(out, mode) for job in todo for mode in job.modes]
     failed = [path for path in failed if "failed" in json.loads(path.read_text())]
