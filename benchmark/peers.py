@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import tyro
-from run import PEER_MODULES as PEERS
+from run import PEER_MODULES
 from torch import nn
 from turns import Turns
 
@@ -110,7 +110,8 @@ class Games(VecEnv):
                 self.returns[i] = 0
         if ended.any():
             obs = obs.copy()
-            obs[ended], _ = self.envs.pool.reset(np.flatnonzero(ended))
+            ids = np.flatnonzero(ended)
+            obs[ended], *_ = self.envs.pool.step(np.zeros(ids.size, np.int32), ids)  # the action is ignored
             self.envs.ended[:] = False
         return obs, rewards, ended, reports
 
@@ -217,7 +218,7 @@ def make_model(peer, algo, script, args, device):
     if name == "DQN":
         settings |= {"learning_rate": args.learning_rate, "train_freq": args.train_frequency // args.num_envs}
         settings |= {"max_grad_norm": float("inf")}
-    library = getattr(importlib.import_module(PEERS[peer]), name)
+    library = getattr(importlib.import_module(PEER_MODULES[peer]), name)
     known = inspect.signature(library).parameters
     settings = {name: value for name, value in settings.items() if name in known}
     kind = "CnnPolicy" if is_atari(script) else "MlpPolicy"
@@ -226,8 +227,8 @@ def make_model(peer, algo, script, args, device):
 
 def train(peer, algo, *flags):
     """Train one peer with `flags` of our script `algo`, in turns, and write its summary.json as the scripts do."""
-    if peer not in PEERS or algo not in ALGORITHMS:
-        choices = f"{' or '.join(PEERS)}, and one of {', '.join(ALGORITHMS)}"
+    if peer not in PEER_MODULES or algo not in ALGORITHMS:
+        choices = f"{' or '.join(PEER_MODULES)}, and one of {', '.join(ALGORITHMS)}"
         print(f"error: peers.py {peer} {algo}: choose {choices}", file=sys.stderr)
         raise SystemExit(2)
     script = importlib.import_module(f"leanrl.{algo}")
@@ -239,7 +240,7 @@ def train(peer, algo, *flags):
     model.learn(args.total_timesteps, callback=clock, log_interval=None)
     returns = [episode["r"] for episode in model.ep_info_buffer][-20:]
     summary = {
-        "script": f"{PEERS[peer]}.{ALGORITHMS[algo]}",
+        "script": f"{PEER_MODULES[peer]}.{ALGORITHMS[algo]}",
         "env_id": args.env_id,
         "seed": args.seed,
         "num_envs": args.num_envs,
@@ -415,14 +416,15 @@ def settings(algo):
     """The settings of our script, and of the peers at them: {"ours": {row: text}, "sb3": ..., "sbx": ...}."""
     script = importlib.import_module(f"leanrl.{algo}")
     args = script.Args()
-    if is_atari(script):
+    small_buffer = is_atari(script) and hasattr(args, "buffer_size")
+    if small_buffer:
         args.buffer_size = 1000  # the peers take memory for all of it
     prepare(script, args)
     columns = {"ours": our_settings(algo, script, args)}
-    columns |= {peer: peer_settings(peer, algo, script, args) for peer in PEERS}
-    if is_atari(script):
+    columns |= {peer: peer_settings(peer, algo, script, args) for peer in PEER_MODULES}
+    if small_buffer:
         for rows in columns.values():
-            rows.pop("buffer_size", None)
+            del rows["buffer_size"]
     return {column: {row: shown(value) for row, value in rows.items()} for column, rows in columns.items()}
 
 
@@ -433,7 +435,7 @@ def tables():
         columns = settings(algo)
         lines = [f"### {algo}", "", f"| | {' | '.join(columns)} |", "|---|---|---|---|"]
         for row, ours in columns["ours"].items():
-            theirs = [columns[peer][row] for peer in PEERS]
+            theirs = [columns[peer][row] for peer in PEER_MODULES]
             lines.append(f"| {row} | {' | '.join([ours, *(t if t == ours else f'**{t}**' for t in theirs)])} |")
         notes = [f"- {peers}: {note}" for key, peers, note in NOTES if key in (algo, name)]
         pages.append("\n".join([*lines, "", *notes]))

@@ -352,8 +352,7 @@ def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     tensors = [torch.ones(2_000_000) for _ in range(3)]
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-faults()
-print(faults())
+print(min(faults() for _ in range(5)))  # the heap may need a few rounds to find its shape
 """
 
 

@@ -58,7 +58,7 @@ def test_without_the_packages_one_line_says_what_to_install():
 def test_all_algorithms_with_peers_are_offered_them(peers):
     for algo in run.DEFAULTS:
         assert (algo in peers.ALGORITHMS) == ("sb3" in run.modes_of(algo))
-    assert peers.ALGORITHMS.keys() == SMALL.keys() and run.PEER_MODULES.keys() == run.PEERS.keys()
+    assert peers.ALGORITHMS.keys() == SMALL.keys() and peers.PEER_MODULES.keys() == run.PEERS.keys()
 
 
 @cache
@@ -91,7 +91,7 @@ def test_optimisers_make_as_many_steps_as_ours(peers, algo, tmp_path):
     ours = steps(learners[-1].optimizers)
 
     models = {}
-    for peer in peers.PEERS:
+    for peer in peers.PEER_MODULES:
         device = peers.prepare(script, args)
         models[peer] = peers.make_model(peer, algo, script, args, device).learn(args.total_timesteps)
     assert steps(peers.optimizers_of_sb3(name, models["sb3"])) == ours
@@ -137,7 +137,7 @@ def test_a_run_takes_turns_and_writes_a_summary(peers, algo, peer, tmp_path):
     assert done.returncode == 0, done.stderr
     [path] = tmp_path.glob("*/summary.json")
     summary = json.loads(path.read_text())
-    assert set(done.stdout.split()) == {"over"} and len(done.stdout.split()) > 2
+    assert set(done.stdout.split()) == {"over"} and len(done.stdout.split()) >= 2
     assert summary["steady_sps"] > 0 and summary["warmup_seconds"] > 0 and summary["device"] == "cpu"
     assert summary["global_step"] >= int(SMALL[algo].split("--total-timesteps ")[1].split()[0])
 
