@@ -1,5 +1,6 @@
 """DQN and SAC for Atari, plain and turbo: what a run stores, resuming without the replay buffer, values, learning."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
