@@ -13,7 +13,6 @@ import contextlib
 import io
 import json
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +131,7 @@ def record(args, algo, mode, speeds):
     path = args.results / slug(this) / "ablation" / f"{algo}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     data = json.loads(path.read_text()) if path.exists() else {"algo": algo, "modes": {}}
-    about = {"env_id": run.DEFAULTS[algo][0], "total_timesteps": args.total_timesteps or STEPS[algo]}
+    about = {"env_id": run.DEFAULTS[algo].env_id, "total_timesteps": args.total_timesteps or STEPS[algo]}
     about |= {"seeds": args.seeds, "machine": this}
     data["modes"][mode] = about | {"steps_per_second": speeds}
     path.write_text(json.dumps(data, indent=1) + "\n")
@@ -171,11 +170,9 @@ def text(algo, results):
 def main(args):
     for name, given, known in (("algos", args.algos, TRICKS), ("modes", args.modes, MODES)):
         for value in set(given) - set(known):
-            print(f"error: --{name} {value}: choose from {', '.join(known)}", file=sys.stderr)
-            raise SystemExit(2)
-    modes = [mode for mode in args.modes if torch.cuda.is_available() or "cudagraphs" not in mode]
+            run.refuse(name, value, known)
     for algo in args.algos:
-        for mode in modes:
+        for mode in run.possible(args.modes):
             verify(algo, mode) if args.verify else record(args, algo, mode, measure(args, algo, mode))
         if not args.verify:
             print(text(algo, args.results), flush=True)

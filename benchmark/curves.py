@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
+from tables import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RETURN = "charts/episodic_return"
@@ -112,9 +113,9 @@ def read(data):
 
 
 def table(data):
-    """A Markdown table of the mean of each run over the last tenth of its steps, and of the random policy's returns."""
+    """A table of the mean of each run over the last tenth of its steps, and of the random policy's returns."""
     runs, random, env_id, name = read(data)
-    lines = [f"| {env_id} | seeds | steps | {name} in the last tenth of them |", "|---|---|---|---|"]
+    rows = []
     for exp_name in dict.fromkeys(exp_name for exp_name, _ in runs):
         own = {seed: run for (name, seed), run in runs.items() if name == exp_name}
         lasts = [steps[-1] for steps, _ in own.values()]
@@ -123,10 +124,11 @@ def table(data):
             for steps, values in own.values()
         ]
         ends = ", ".join(f"{end:.0f}" if abs(end) >= 100 else f"{end:.2f}" for end in ends)
-        lines.append(f"| `{exp_name}` | {', '.join(own)} | {', '.join(map(str, dict.fromkeys(lasts)))} | {ends} |")
+        lasts = lasts if len(set(lasts)) > 1 else lasts[:1]
+        rows.append([exp_name, ", ".join(own), ", ".join(map(str, lasts)), ends])
     if random:
-        lines.append(f"| random policy, {len(random)} games | | | {mean_and_error(random)} |")
-    return "\n".join(lines)
+        rows.append([f"random policy, {len(random)} games", "", "", mean_and_error(random)])
+    return Table("", (env_id, "seeds", "steps", f"{name} in the last tenth of them"), rows)
 
 
 def draw(

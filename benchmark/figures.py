@@ -17,7 +17,7 @@ NAMES = {
     "ppo_atari_envpool": "PPO",
     "dqn": "DQN",
     "dqn_atari": "DQN",
-    "sac_atari": "SAC",
+    "sac_atari": "SAC-discrete",
 }
 POINTS = 100
 STYLES = {  # colour, line style, hatch
@@ -29,7 +29,6 @@ STYLES = {  # colour, line style, hatch
     "sb3": ("#56B4E9", (0, (1, 1)), "||"),
     "sbx": ("#CC79A7", (0, (3, 1, 1, 1)), "++"),
 }
-OTHER = ("#999999", (0, (1, 3)), "")
 LEGEND = {"loc": "outside lower center", "ncols": 5, "fontsize": 9, "handlelength": 3}
 SETTINGS = {
     "svg.hashsalt": "leanrl",  # the same file each time
@@ -97,7 +96,7 @@ def speed_bars(groups):
         ratios = [ratios or [0] for ratios in measured]  # no bar
         middle = np.array([np.median(some) for some in ratios])
         error = [middle - [min(some) for some in ratios], [max(some) for some in ratios] - middle]
-        colour, _, hatch = STYLES.get(mode, OTHER)
+        colour, _, hatch = STYLES[mode]
         look = {"facecolor": "white" if hatch else colour, "edgecolor": colour, "hatch": hatch, "label": mode}
         places = np.arange(len(groups)) + (i + 0.5) * width - 0.4
         axes.bar(places, middle, width, yerr=error, capsize=2, **look)
@@ -121,7 +120,7 @@ def learning_curves(title, modes):
             end = min(curve[column][-1] for curve in curves)
             grid = np.linspace(begin, end, POINTS)
             middle, low, high = middle_and_interval([np.interp(grid, curve[column], curve[2]) for curve in curves])
-            colour, style, _ = STYLES.get(mode, OTHER)
+            colour, style, _ = STYLES[mode]
             seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
             axes.plot(grid / unit, middle, color=colour, linestyle=style, label=f"{mode}, {seeds}")
             axes.fill_between(grid / unit, low, high, color=colour, alpha=0.15, linewidth=0)
@@ -139,7 +138,7 @@ def load_curves(title, tables):
     figure, rows = plt.subplots(len(columns), figsize=(8, 3 * len(columns)), squeeze=False, layout="constrained")
     for axes, column in zip(rows[:, 0], columns, strict=True):
         for mode, table in tables.items():
-            colour, style, _ = STYLES.get(mode, OTHER)
+            colour, style, _ = STYLES[mode]
             samples = np.array(table["rows"])
             axes.plot(samples[:, 0], samples[:, table["columns"].index(column)], color=colour, ls=style, label=mode)
         axes.set(xlabel="seconds of the mode's own turns", ylabel=names[column], ylim=(0, None))

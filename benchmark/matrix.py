@@ -11,6 +11,7 @@ all its results are there, and of the same commands. To repeat it delete them. A
 figures of all that is in results/.
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -18,11 +19,13 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 
 import run
+import torch
 import tyro
 from machine import machine, slug
 from monitor import Monitor
@@ -82,8 +85,10 @@ class Job:
             monitor=args.monitor,
             run_dir=args.run_dir / self.kind / algo / plain_name(self.env_id),
         )
-        starting = sum(START_SECONDS["compile" in mode] for mode in modes)
-        self.seconds = starting + len(modes) * steps / task.speed  # if every mode were as fast as plain
+        self.starting = {mode: START_SECONDS["compile" in mode] for mode in modes}
+        training = len(modes) * steps / task.speed  # if every mode were as fast as plain
+        self.turn = training / (60 * len(modes))  # or longer, and fewer of them
+        self.seconds = sum(self.starting.values()) + training
 
     def folder(self, mode):
         return self.args.run_dir / mode / str(self.seed)
@@ -103,7 +108,10 @@ class Job:
         """Whether all modes have results of these commands."""
         for mode in self.modes:
             path = self.result_path(out, mode)
-            if not path.exists() or json.loads(path.read_text())["command"] != shown(self.command(mode)):
+            if not path.exists():
+                return False
+            result = json.loads(path.read_text())
+            if result["command"] != shown(self.command(mode)) or (self.args.monitor and "monitor" not in result):
                 return False
         return True
 
@@ -118,13 +126,15 @@ class Job:
     def run_alone(self, on_turn):
         """Train the one mode of a learning run, without turns."""
         (mode,) = self.modes
-        on_turn(mode)
         monitor = Monitor(self.args.monitor)
         command = [str(ROOT / self.command(mode)[0]), *self.command(mode)[1:]]
         process = run.start(command, self.folder(mode), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         try:
             with monitor.watching(mode, process.pid):
-                status = process.wait()
+                while (status := process.poll()) is None:
+                    on_turn(mode)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(timeout=self.turn)
         finally:
             run.end(process)
         if self.args.monitor:
@@ -222,8 +232,7 @@ def measure(todo, out, here):
 
             def on_turn(mode, job=job, end=end):
                 bar.set_postfix_str(f"{job.algo} {mode} seed {job.seed}", refresh=False)
-                turns = 60 * len(job.modes)  # or fewer; what is missing comes at the end
-                bar.update(0 if job.learn else max(min(job.seconds / turns, end - bar.n), 0))
+                bar.update(min(job.starting.pop(mode, job.turn), end - bar.n))
 
             results = job.results(job.run(on_turn), here)
             for mode, result in results.items():
@@ -237,6 +246,8 @@ def missing(mode):
         return "a CUDA device"
     if mode in run.PEERS and not find_spec(run.PEER_MODULES[mode]):
         return "requirements/peers.txt"
+    if mode == "sbx" and torch.cuda.is_available() and not entry_points(group="jax_plugins"):
+        return "a JAX for CUDA"
     return None
 
 
@@ -249,6 +260,11 @@ def complete(args):
     for mode in args.modes or ():
         if mode not in known:
             run.refuse("modes", mode, known)
+    for name in ("flags", "num_envs"):
+        if getattr(args, name) and args.out.resolve() == report.ROOT / "results":
+            remedy = "results/ is for the settings of the tables; give --out another folder"
+            print(f"error: --{name.replace('_', '-')} {getattr(args, name)}: {remedy}", file=sys.stderr)
+            raise SystemExit(2)
     modes = args.modes or tuple(run.MODES if args.quick else known)
     for mode in modes:
         if missing(mode):

@@ -138,7 +138,7 @@ class Clock(BaseCallback):
         super().__init__()
         self.turns = Turns(total_timesteps)
         self.start = time.perf_counter()
-        self.warm_step = self.warmup_seconds = None
+        self.learnt_step = self.warmup_seconds = None
 
     def _on_step(self):
         return True
@@ -146,10 +146,13 @@ class Clock(BaseCallback):
     def _on_rollout_start(self):
         if not self.model._n_updates:
             return
-        if self.warm_step is None:
-            self.warm_step, self.warmup_seconds = self.num_timesteps, time.perf_counter() - self.start
-        if self.num_timesteps >= self.warm_step + BURNIN:
-            self.turns(self.num_timesteps)
+        if self.learnt_step is None:
+            self.learnt_step = self.num_timesteps
+        if self.num_timesteps < self.learnt_step + BURNIN:
+            return
+        if self.warmup_seconds is None:
+            self.warmup_seconds = time.perf_counter() - self.start
+        self.turns(self.num_timesteps)
 
 
 def check_args(peer, script, args):
@@ -163,8 +166,9 @@ def check_args(peer, script, args):
 
 
 def prepare(script, args):
-    """As the script's `prepare`, and give JAX, which must not be imported yet, as many threads as torch."""
+    """As the script's `prepare`, and give JAX, which must not be imported yet, torch's threads and float32 matmuls."""
     device = script.prepare(args)
+    os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = args.matmul_precision
     os.environ["PJRT_NPROC"] = str(torch.get_num_threads())
     return device
 

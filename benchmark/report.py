@@ -1,4 +1,4 @@
-"""Make all tables and figures of what was measured: README.md's, those of doc/, doc/artifacts/*.svg, doc/report.html.
+"""Make the tables of what was measured in README.md and doc/, a figure of the speeds, and doc/report.html.
 
     python benchmark/report.py
     python benchmark/report.py --check  # exit code 1 if a committed table is not what the data gives
@@ -9,12 +9,10 @@ pages of the algorithms, and what ablation.py, scaling.py, launches.py and tips/
 """
 
 import base64
-import html
 import json
 import statistics
 import sys
 from dataclasses import dataclass
-from itertools import pairwise
 from math import inf
 from pathlib import Path
 
@@ -28,7 +26,7 @@ import tyro
 from figures import named
 from machine import describe
 from run import DEFAULTS, MODES, PEERS, spread
-from tables import with_table
+from tables import Table, with_table
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmark" / "tips"))
@@ -45,6 +43,7 @@ SPEED = ("", "mode", "steps/s", "ratio to plain", "warm-up, s", "pays off after,
 LEARNING = ("", "mode", "seeds", "steps", "return at the end", "95% interval", "minutes")
 MACHINES = ("machine", "driver", "packages")
 NOT_MEASURED = "not measured"
+BARS = "doc/artifacts/speed_{}.svg"
 
 
 @dataclass
@@ -53,43 +52,21 @@ class Args:
     """change nothing; name the tables that are not what the data gives"""
 
 
-@dataclass
-class Table:
-    caption: str
-    header: tuple[str, ...]
-    rows: list[list[str]]
-
-    def markdown(self):
-        """As Markdown; a first cell that repeats the one above is left empty."""
-        firsts = ["", *(row[0] for row in self.rows)]
-        rows = [["" if a == b else b, *row[1:]] for (a, b), row in zip(pairwise(firsts), self.rows, strict=True)]
-        lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|" for cells in (self.header, *rows)]
-        lines.insert(1, "|---" * len(self.header) + "|")
-        return "\n".join([f"{self.caption}\n"] * bool(self.caption) + lines)
-
-    def html(self):
-        def row(tag, cells):
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        body = "\n".join(row("td", cells) for cells in self.rows)
-        head = row("th", self.header)
-        return (
-            f"<p>{html.escape(self.caption)}</p>\n<table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
-        )
-
-
 def load(folder):
     """All results under `folder`: speed and learning, each a list by the machine's slug.
 
-    Of a machine that has no full rounds the speeds are those of the quick ones.
+    Where an algorithm has no full rounds its speeds are those of the quick ones.
     """
     results = {"speed": {}, "learning": {}, "quick": {}}
     for path in sorted(folder.glob("*/*/*/*/*/*.json")):
         slug, kind, *_ = path.relative_to(folder).parts
         if kind in results:
             results[kind].setdefault(slug, []).append(json.loads(path.read_text()) | {"kind": kind})
-    results["speed"] = results.pop("quick") | results["speed"]
-    return results
+    for slug, quick in results.pop("quick").items():
+        full = results["speed"].setdefault(slug, [])
+        measured = {(result["algo"], result["env_id"]) for result in full}
+        full += [result for result in quick if (result["algo"], result["env_id"]) not in measured]
+    return {kind: dict(sorted(by_machine.items())) for kind, by_machine in results.items()}
 
 
 def grouped(results):
@@ -100,8 +77,7 @@ def grouped(results):
         modes = groups.setdefault((result["algo"], result["env_id"]), {})
         modes.setdefault(result["mode"], []).append(result)
     known = [*MODES, *PEERS]
-    place = {mode: i for i, mode in enumerate(known)}
-    return {key: dict(sorted(modes.items(), key=lambda item: place.get(item[0], 99))) for key, modes in groups.items()}
+    return {key: dict(sorted(modes.items(), key=lambda item: known.index(item[0]))) for key, modes in groups.items()}
 
 
 def break_even(result):
@@ -160,9 +136,12 @@ def caption(results):
     torch = sorted({result["machine"]["packages"]["torch"].split("+")[0] for result in results})
     matmuls = sorted({result["summary"]["matmul_precision"] for result in figures.done(results)})
     seeds = sorted({result["seed"] for result in results})
+    kinds = {(result["algo"], result["env_id"]): result["kind"] for result in results}
     text = f"{describe(machine)}; torch {', '.join(torch)}; precision of float32 matmuls: {', '.join(matmuls)}; "
     text += f"seeds {', '.join(map(str, seeds))}."
-    text += " Quick rounds." * (results[0]["kind"] == "quick")
+    quick = dict.fromkeys(named(*key) for key, kind in kinds.items() if kind == "quick")
+    if quick:
+        text += f" One seed and fewer steps (--quick): {'all' if len(quick) == len(kinds) else '; '.join(quick)}."
     return text if machine["gpu"] else f"{text} Without a CUDA device modes with CUDA graphs are {NOT_MEASURED}."
 
 
@@ -217,12 +196,15 @@ def texts(results):
     """The tables as text, by page and name."""
     tables = {"speed": speed_tables(results), "learning": learning_tables(results)}
     tables["machines"] = [machine_table(results)]
-    markdown = "\n\n".join(table.markdown() for table in tables["speed"])
-    page = {name: "\n".join(table.html() for table in some) for name, some in tables.items()}
-    pages = {"README.md": {"speed": markdown}, "doc/report.html": page}
-    for name, shown in CURVES.items():
-        data = {curve: ROOT / "doc" / "artifacts" / f"{curve}.csv" for curve in shown}
-        pages[name] = {f"curve {curve}": curves.table(path) for curve, path in data.items()}
+    parts = [table.markdown() for table in tables["speed"]]
+    parts += [f"![Speed]({BARS.format(slug)})" for slug in results["speed"]]
+    markdown = "\n\n".join(parts)
+    ends = {page: {name: curves.table(artifact(f"{name}.csv")) for name in names} for page, names in CURVES.items()}
+    tables["curves"] = [table for shown in ends.values() for table in shown.values()]
+    pages = {"README.md": {"speed": markdown}}
+    pages["doc/report.html"] = {name: "\n".join(table.html() for table in some) for name, some in tables.items()}
+    for page, shown in ends.items():
+        pages[page] = {f"curve {name}": table.markdown() for name, table in shown.items()}
     measured = ROOT / "results"
     pages["doc/ppo.md"]["double buffering"] = double_buffer.table(measured)
     pages["doc/speed.md"] = {f"tricks of {algo}": ablation.text(algo, measured) for algo in ablation.TRICKS}
@@ -248,20 +230,29 @@ def write(results):
     pictures = figures.draw(groups)
     scaling.draw_all(ROOT / "results")
     tables = texts(results)
-    tables["doc/report.html"]["figures"] = "\n".join(image(name, svg) for name, svg in pictures.items())
+    embedded = [image(name, svg, "svg+xml") for name, svg in pictures.items()]
+    names = [name for names in CURVES.values() for name in names]
+    embedded += [image(name, artifact(f"{name}.png").read_bytes(), "png") for name in names]
+    tables["doc/report.html"]["figures"] = "\n".join(embedded)
     for page, parts in tables.items():
         text = (ROOT / page).read_text()
         for name, part in parts.items():
             text = with_table(text, name, part)
         (ROOT / page).write_text(text)
-    for name, svg in pictures.items():
-        (ROOT / "doc" / "artifacts" / f"{name}.svg").write_bytes(svg)
+    for slug in results["speed"]:
+        (ROOT / BARS.format(slug)).write_bytes(pictures[f"speed_{slug}"])
 
 
-def image(name, svg):
+def artifact(name):
+    """The path of a file in doc/artifacts."""
+    return ROOT / "doc" / "artifacts" / name
+
+
+def image(name, data, kind):
     """A figure as part of a page that needs no other file."""
-    data = base64.b64encode(svg).decode()
-    return f'<figure><img alt="{name}" src="data:image/svg+xml;base64,{data}"></figure>'
+    data = base64.b64encode(data).decode()
+    picture = f'<img alt="{name}" src="data:image/{kind};base64,{data}">'
+    return f"<figure>{picture}<figcaption>{name.replace('_', ' ')}</figcaption></figure>"
 
 
 def main(args):

@@ -24,6 +24,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+import run
 import torch
 import turns
 import tyro
@@ -230,12 +231,12 @@ def measure_all(args, algo):
     data = {"algo": algo, "modes": modes, "machine": machine(), "num_envs": {}, "batch": {}}
     points = [("num_envs", n, case.with_envs(n)) for n in args.num_envs]
     points += [("batch", batch, case.with_batch(batch)) for batch in args.batches or case.batches]
+    path = args.results / slug(data["machine"]) / "scaling" / f"{algo}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     for name, value, flags in points:
         print(f"{algo}: {name} {value}", file=sys.stderr, flush=True)
         data[name][value] = in_process(algo, flags, modes, args.seconds)
-    path = args.results / slug(data["machine"]) / "scaling" / f"{algo}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
+        path.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def draw_all(results):
@@ -276,9 +277,18 @@ def draw(data, path):
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend()
-    modes = "+".join(name for name, active in data["modes"].items() if active) or "eager"
-    figure.suptitle(f"{CASES[data['algo']].title}, {modes}, {describe(data['machine'])}")
+    figure.suptitle(f"{CASES[data['algo']].title}, {modes_of(data)}, {where(data)}")
     figure.savefig(path, dpi=150)
+
+
+def modes_of(data):
+    """What was measured, as run.py calls it."""
+    return "+".join(name for name, active in data["modes"].items() if active) or "eager"
+
+
+def where(data):
+    """The machine and its torch, in words."""
+    return f"{describe(data['machine'])}, torch {data['machine']['packages']['torch']}"
 
 
 def row(algo, data):
@@ -293,23 +303,25 @@ def row(algo, data):
             [point["matmul_flops"] / point["matmul_seconds"] / 1e9 for point in batches],
         ]
         cells = [", ".join(f"{value:.3g}" if value < 1000 else f"{value:.0f}" for value in curve) for curve in curves]
+    environments = ", ".join(map(str, data["num_envs"] if data else NUM_ENVS))
     batches = ", ".join(map(str, data["batch"] if data else CASES[algo].batches))
-    return f"| {CASES[algo].title} | {cells[0]} | {batches} | {' | '.join(cells[1:])} |"
+    title = f"{CASES[algo].title}, {modes_of(data)}" if data else CASES[algo].title
+    return f"| {title} | {environments} | {cells[0]} | {batches} | {' | '.join(cells[1:])} |"
 
 
 def table(results):
     """A Markdown table of all scripts for each machine that has been measured, each with its plots."""
     head = [
-        f"| | steps/s with {', '.join(map(str, NUM_ENVS))} environments | transitions of a batch | ms per update "
-        "| ms of its matmuls alone | these, GFLOP/s |",
-        "|---|---|---|---|---|---|",
+        "| | environments | steps/s | transitions of a batch | ms per update | ms of its matmuls alone "
+        "| these, GFLOP/s |",
+        "|---|---|---|---|---|---|---|",
     ]
     parts = []
     for folder in sorted(results.glob("*/scaling")) or [None]:
         paths = {algo: folder / f"{algo}.json" for algo in CASES} if folder else {}
         data = {algo: json.loads(path.read_text()) for algo, path in paths.items() if path.exists()}
-        if folder:
-            parts.append(f"`{folder.parent.name}`:")
+        for machine_text in dict.fromkeys(where(one) for one in data.values()):
+            parts.append(f"{machine_text}:")
         parts.append("\n".join([*head, *(row(algo, data.get(algo)) for algo in CASES)]))
         pictures = [f"![{CASES[algo].title}](../results/{folder.parent.name}/scaling/{algo}.png)" for algo in data]
         parts += ["\n".join(pictures)] * bool(pictures)
@@ -318,8 +330,7 @@ def table(results):
 
 def main(args):
     for algo in set(args.algos) - CASES.keys():
-        print(f"error: --algos {algo}: choose from {', '.join(CASES)}", file=sys.stderr)
-        raise SystemExit(2)
+        run.refuse("algos", algo, CASES)
     for algo in args.algos:
         measure_all(args, algo)
     print(table(args.results))

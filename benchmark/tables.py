@@ -3,7 +3,34 @@
 A page holds a table NAME between two comments, `<!-- NAME: COMMAND writes this -->` and `<!-- end of NAME -->`.
 """
 
+import html
 import re
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass
+class Table:
+    caption: str
+    header: tuple[str, ...]
+    rows: list[list[str]]
+
+    def markdown(self):
+        """As Markdown; a first cell that repeats the one above is left empty."""
+        firsts = ["", *(row[0] for row in self.rows)]
+        rows = [["" if a == b else b, *row[1:]] for (a, b), row in zip(pairwise(firsts), self.rows, strict=True)]
+        lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|" for cells in (self.header, *rows)]
+        lines.insert(1, "|---" * len(self.header) + "|")
+        return "\n".join([f"{self.caption}\n"] * bool(self.caption) + lines)
+
+    def html(self):
+        def row(tag, cells):
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+        body = "\n".join(row("td", cells) for cells in self.rows)
+        head = row("th", self.header)
+        caption = f"<p>{html.escape(self.caption)}</p>\n" * bool(self.caption)
+        return f"{caption}<table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
 
 
 def with_table(page, name, text):

@@ -137,7 +137,9 @@ def test_table_and_plot_of_scaling(tmp_path):
     data = {"algo": "dqn", "modes": modes, "machine": MACHINE, "num_envs": {"1": point}, "batch": {"64": point}}
     path = tmp_path / "results" / "a-machine" / "scaling" / "dqn.json"
     write(path, data)
-    assert "| DQN | 100 | 64 | 1.5 | 0.5 | 20 |" in scaling.table(tmp_path / "results")
+    table = scaling.table(tmp_path / "results")
+    assert "| DQN, compile | 1 | 100 | 64 | 1.5 | 0.5 | 20 |" in table
+    assert table.startswith("2-core processor, 8 GiB, torch 2:")
     scaling.draw_all(tmp_path / "results")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,4 +1,4 @@
-"""The speed table, from summaries as the scripts write them."""
+"""Rounds in turns, the matrix over them, and the monitor."""
 
 import json
 import os
@@ -296,9 +296,8 @@ def commands(capsys, **settings):
 
 def test_dry_run_prints_the_commands(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    out, _ = commands(
-        capsys, algos=("sac_atari",), modes=("plain", "compile+cudagraphs"), seeds=(21, 31), flags="--gamma 0"
-    )
+    settings = {"flags": "--gamma 0", "out": Path("elsewhere")}
+    out, _ = commands(capsys, algos=("sac_atari",), modes=("plain", "compile+cudagraphs"), seeds=(21, 31), **settings)
     steps = run.DEFAULTS["sac_atari"].steps
     folder = "runs/matrix/speed/sac_atari/BeamRider-v5"
     common = f"--env-id=BeamRider-v5 --total-timesteps={steps} --seed={{0}} --run-dir={folder}/"
@@ -311,6 +310,7 @@ def test_dry_run_prints_the_commands(capsys, monkeypatch):
     flags = f"--compile --env-id=BeamRider-v5 --total-timesteps=5000000 --seed=21 --run-dir={folder}"
     assert out == f"python leanrl/sac_atari_torchcompile.py {flags}\n"
     monkeypatch.setattr(matrix, "find_spec", lambda module: True)
+    monkeypatch.setattr(matrix, "entry_points", lambda group: ["cuda"])
     out, _ = commands(capsys)
     assert len(out.splitlines()) == (7 * 5 + 6 * 2) * 3  # SAC for Atari has no peers
     out, _ = commands(capsys, quick=True)
@@ -327,6 +327,12 @@ def test_modes_are_skipped_for_want_of_a_device_or_of_packages(capsys, monkeypat
         "skipped: compile+cudagraphs needs a CUDA device",
         "skipped: sbx needs requirements/peers.txt",
     ]
+
+
+@pytest.mark.parametrize("changed", [{"flags": "--gamma 0"}, {"num_envs": 4}])
+def test_results_of_other_settings_need_a_folder_of_their_own(changed, capsys):
+    line = refused(capsys, matrix.main, matrix.Args(dry_run=True, **changed))
+    assert line.endswith("results/ is for the settings of the tables; give --out another folder")
 
 
 def test_run_sh_hands_its_flags_on():

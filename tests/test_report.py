@@ -1,5 +1,6 @@
 """Tables and figures, from made-up results; and that the committed tables are those of the committed results."""
 
+import base64
 import json
 import re
 import shutil
@@ -33,7 +34,8 @@ def results(tmp_path, monkeypatch):
     """A copy of the pages and curves in tmp_path, and a function that adds a result beside them."""
     monkeypatch.setattr(report, "ROOT", tmp_path)
     (tmp_path / "doc" / "artifacts").mkdir(parents=True)
-    for path in [ROOT / "README.md", *(ROOT / "doc").glob("*.*"), *(ROOT / "doc").glob("artifacts/*.csv")]:
+    pages = [ROOT / "README.md", *(ROOT / "doc").glob("*.*")]
+    for path in [*pages, *(ROOT / "doc").glob("artifacts/*.csv"), *(ROOT / "doc").glob("artifacts/*.png")]:
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
 
     def add(algo, mode, seed, kind="speed", where=CPU, **parts):
@@ -85,7 +87,7 @@ def test_speed_table(results):
         "| | eager | seed 21 failed: runs/eager/21/log.txt | | | |",
         "| | compile | not measured | | | |",
         "| DQN, Breakout-v5 | all | not measured | | | |",
-        "| SAC, BeamRider-v5 | all | not measured | | | |",
+        "| SAC-discrete, BeamRider-v5 | all | not measured | | | |",
     ]
 
 
@@ -145,14 +147,15 @@ def test_each_digit_of_a_table_matters(page, results):
     assert ends
 
 
-def test_quick_rounds_count_where_there_are_no_full_ones(results):
+def test_quick_rounds_count_where_an_algorithm_has_no_full_ones(results):
     for where in (CPU, CARD):
         results("dqn", "plain", 21, kind="quick", where=where, **summary(50.0, 2.0))
     results("dqn", "plain", 21, where=CARD, **summary(100.0, 2.0))
-    quick, full = report.speed_tables(report.load(report.ROOT / "results"))
-    speeds = [[row[2] for row in table.rows if row[:2] == ["DQN, CartPole-v1", "plain"]] for table in (quick, full)]
-    assert speeds == [["50"], ["100"]]
-    assert "Quick rounds." in quick.caption and "Quick" not in full.caption
+    results("td3_continuous_action", "plain", 21, kind="quick", where=CARD, **summary(70.0, 2.0))
+    quick, mixed = report.speed_tables(report.load(report.ROOT / "results"))
+    speeds = [[row[2] for row in table.rows if row[1] == "plain"] for table in (quick, mixed)]
+    assert speeds == [["50"], ["70", "100"]]
+    assert "(--quick): all." in quick.caption and "(--quick): TD3, HalfCheetah-v5." in mixed.caption
 
 
 def test_interquartile_mean():
@@ -194,21 +197,24 @@ def test_learning_table(results):
 
 
 def test_figures(results):
-    """Small files, the same each time, that name what they show."""
+    """Small, the same each time, and with the names of what they show."""
     add_speeds(results)
     add_learning(results)
     report.write(report.load(report.ROOT / "results"))
-    paths = sorted((report.ROOT / "doc" / "artifacts").glob("*.svg"))
+    page = (report.ROOT / "doc" / "report.html").read_text()
+    svgs = dict(re.findall(r'<img alt="(\w[^"]*)" src="data:image/svg\+xml;base64,([^"]*)"', page))
     names = ["learning_amd-epyc-2-cores_dqn_CartPole-v1", "load_learning_amd-epyc-2-cores_dqn_CartPole-v1"]
-    assert [path.stem for path in paths] == [*names, "speed_amd-epyc-2-cores"]
-    before = [path.read_bytes() for path in paths]
-    learning, load, speed = (svg.decode() for svg in before)
+    assert sorted(svgs) == [*names, "speed_amd-epyc-2-cores"]
+    learning, load, speed = (base64.b64decode(svgs[name]).decode() for name in sorted(svgs))
+    (path,) = (report.ROOT / "doc" / "artifacts").glob("*.svg")
+    assert path.read_text() == speed
+    assert f"](doc/artifacts/{path.name})" in (report.ROOT / "README.md").read_text()
     assert all(text in learning for text in ("plain, 2 seeds", "compile, 2 seeds", "wall-clock, minutes"))
     assert all(text in load for text in ("processor, cores", "card, % of time"))
     assert all(f">{mode}<" in speed for mode in ("plain", "eager", "compile", "sbx"))
-    assert max(map(len, before)) < 100_000
+    assert max(map(len, svgs.values())) < 133_000
     report.write(report.load(report.ROOT / "results"))
-    assert [path.read_bytes() for path in paths] == before
+    assert (report.ROOT / "doc" / "report.html").read_text() == page
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
@@ -228,7 +234,7 @@ def test_page_in_a_browser(results):
     assert [row[2].split()[0] for row in rows[:5]] == ["75", "81", "90", "100", "180"]
     assert rows[4][:3] == ["SAC, HalfCheetah-v5", "compile", "180 (160 to 200)"]
     assert rows[5][2] in ("not measured", "seed 21 failed: runs/eager/21/log.txt")
-    assert "2-core AMD EPYC, 24 GiB" in shown and shown.count("<img ") == 1
+    assert "2-core AMD EPYC, 24 GiB" in shown and shown.count("<img ") == 1 + 8
 
 
 @pytest.mark.parametrize(
