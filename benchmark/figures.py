@@ -101,7 +101,7 @@ def speed_bars(groups):
         places = np.arange(len(groups)) + (i + 0.5) * width - 0.4
         axes.bar(places, middle, width, yerr=error, capsize=2, **look)
     names = [named(*group).replace(", ", "\n") for group in groups]
-    axes.set_xticks(range(len(groups)), names, fontsize=9)
+    axes.set_xticks(range(len(groups)), names, fontsize=8)
     axes.set(ylabel="speed, ratio to plain")
     axes.grid(axis="x", visible=False)
     figure.legend(**LEGEND)
