@@ -22,7 +22,7 @@ import run
 import torch
 import turns
 import tyro
-from machine import describe, machine, slug
+from machine import machine, slug, store, where
 from tricks import ROOT, TRICKS, without
 
 MODES = ("eager", "compile", "cudagraphs", "compile+cudagraphs")
@@ -129,12 +129,11 @@ def record(args, algo, mode, speeds):
     """Put one mode's speeds into the results of this machine."""
     this = machine()
     path = args.results / slug(this) / "ablation" / f"{algo}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     data = json.loads(path.read_text()) if path.exists() else {"algo": algo, "modes": {}}
     about = {"env_id": run.DEFAULTS[algo].env_id, "total_timesteps": args.total_timesteps or STEPS[algo]}
     about |= {"seeds": args.seeds, "machine": this}
     data["modes"][mode] = about | {"steps_per_second": speeds}
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    store(path, data)
 
 
 def table(algo, data):
@@ -161,16 +160,14 @@ def text(algo, results):
     for path in sorted(results.glob(f"*/ablation/{algo}.json")):
         data = json.loads(path.read_text())
         about = next(iter(data["modes"].values()))
-        torch_version = about["machine"]["packages"]["torch"]
-        parts.append(f"{about['env_id']}, {describe(about['machine'])}, torch {torch_version}:")
+        parts.append(f"{about['env_id']}, {where(about['machine'])}:")
         parts.append(table(algo, data))
     return "\n\n".join(parts or [table(algo, None)])
 
 
 def main(args):
-    for name, given, known in (("algos", args.algos, TRICKS), ("modes", args.modes, MODES)):
-        for value in set(given) - set(known):
-            run.refuse(name, value, known)
+    run.check("algos", args.algos, TRICKS)
+    run.check("modes", args.modes, MODES)
     for algo in args.algos:
         for mode in run.possible(args.modes):
             verify(algo, mode) if args.verify else record(args, algo, mode, measure(args, algo, mode))

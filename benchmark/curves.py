@@ -112,17 +112,19 @@ def read(data):
     return runs, random, env_id, name.replace("_", " ")
 
 
+def last_tenth(steps, values):
+    """The mean of `values` over the last tenth of the steps."""
+    return np.mean(np.array(values)[np.array(steps) > 0.9 * steps[-1]])
+
+
 def table(data):
     """A table of the mean of each run over the last tenth of its steps, and of the random policy's returns."""
     runs, random, env_id, name = read(data)
     rows = []
     for exp_name in dict.fromkeys(exp_name for exp_name, _ in runs):
-        own = {seed: run for (name, seed), run in runs.items() if name == exp_name}
+        own = {seed: run for (other, seed), run in runs.items() if other == exp_name}
         lasts = [steps[-1] for steps, _ in own.values()]
-        ends = [
-            np.mean([value for step, value in zip(steps, values, strict=True) if step > 0.9 * steps[-1]])
-            for steps, values in own.values()
-        ]
+        ends = [last_tenth(*run) for run in own.values()]
         ends = ", ".join(f"{end:.0f}" if abs(end) >= 100 else f"{end:.2f}" for end in ends)
         lasts = lasts if len(set(lasts)) > 1 else lasts[:1]
         rows.append([exp_name, ", ".join(own), ", ".join(map(str, lasts)), ends])

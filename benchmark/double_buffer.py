@@ -17,7 +17,7 @@ from pathlib import Path
 import envpool
 import numpy as np
 import tyro
-from machine import describe, machine, slug
+from machine import describe, machine, slug, store
 from run import spread
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -128,10 +128,11 @@ def table(results):
         data = json.loads(path.read_text())
         lines = [head]
         for wait, speeds in data["steps_per_second"].items():
-            cells = [f"{statistics.median(speeds[way]):.0f}" for way in WAYS]
-            for i, way in enumerate(WAYS):
-                ratios = [one / base for one, base in zip(speeds[way], next(iter(speeds.values())), strict=True)]
-                cells[i] += f", {spread(ratios, '{:.2f}')}" * (i > 0)
+            base, *others = (speeds[way] for way in WAYS)
+            cells = [f"{statistics.median(base):.0f}"]
+            for own in others:
+                ratios = [fast / slow for fast, slow in zip(own, base, strict=True)]
+                cells.append(f"{statistics.median(own):.0f}, {spread(ratios, '{:.2f}')}")
             lines.append(f"| {wait} | {' | '.join(cells)} |")
         parts += [f"{data['num_envs']} games of {data['env_id']}, {describe(data['machine'])}:", "\n".join(lines)]
     return "\n\n".join(parts or [head + "\n| all | not measured | | | |"])
@@ -145,9 +146,7 @@ def main(args):
         turns = [{name: speed(one, args) for name, one in games.items()} for _ in range(args.rounds)]
         measured[wait] = {name: [turn[name] for turn in turns] for name in games}
     path = args.results / slug(this) / "double_buffer.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = {"env_id": args.env_id, "num_envs": args.num_envs, "machine": this, "steps_per_second": measured}
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    store(path, {"env_id": args.env_id, "num_envs": args.num_envs, "machine": this, "steps_per_second": measured})
     print(table(args.results))
 
 

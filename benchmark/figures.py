@@ -67,12 +67,6 @@ def middle_and_interval(curves):
     return middle, interval.low, interval.high
 
 
-def last_return(curve):
-    """The mean return in the last tenth of the steps of a curve, rows of step, seconds and return."""
-    steps, _, returns = np.array(curve).T
-    return returns[steps > 0.9 * steps[-1]].mean()
-
-
 def speed_ratios(results):
     """Speed over plain's of the same round, of each result that has both."""
     pairs = [(result["summary"]["steady_sps"], result["plain"]["steady_sps"]) for result in results]

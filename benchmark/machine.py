@@ -1,4 +1,4 @@
-"""The machine that a measurement was made on, as data, and the name of its folder under results/.
+"""The machine that a measurement was made on, as data, the name of its folder under results/, and a file in there.
 
 python benchmark/machine.py
 """
@@ -70,6 +70,20 @@ def describe(machine):
     """The machine in words, such as "2-core AMD EPYC, 24 GiB"."""
     words = f"{machine['cores']}-core {machine['cpu']}, {machine['memory_gib']} GiB"
     return f"{machine['gpu']} (driver {machine['driver']}), {words}" if machine["gpu"] else words
+
+
+def where(machine):
+    """The machine and its torch, in words."""
+    return f"{describe(machine)}, torch {machine['packages']['torch']}"
+
+
+def store(path, result):
+    """Write a dictionary of JSON, whole or not at all; a line for each entry."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in result.items()]
+    temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    os.replace(temporary, path)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from statistics import mean
 import run
 import torch
 import tyro
-from machine import machine, slug
+from machine import machine, slug, store
 from monitor import Monitor
 from tqdm import tqdm
 
@@ -209,15 +209,6 @@ def jobs(args):
                 yield Job(args, algo, group, seed)
 
 
-def write(path, result):
-    """Write a JSON file, whole or not at all; a line for each part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in result.items()]
-    temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    os.replace(temporary, path)
-
-
 def measure(todo, out, here):
     """Run all jobs that are not finished, with a progress bar that counts their expected seconds."""
     done = [job for job in todo if job.finished(out)]
@@ -236,7 +227,7 @@ def measure(todo, out, here):
 
             results = job.results(job.run(on_turn), here)
             for mode, result in results.items():
-                write(job.result_path(out, mode), result)
+                store(job.result_path(out, mode), result)
             bar.update(end - bar.n)
 
 
@@ -251,25 +242,27 @@ def missing(mode):
     return None
 
 
+def is_published(out):
+    """Whether the documentation is made of the results in folder `out`."""
+    return out.resolve() == report.ROOT / "results"
+
+
 def complete(args):
     """Check the arguments and give those that were left out their values."""
-    for algo in args.algos:
-        if algo not in run.DEFAULTS:
-            run.refuse("algos", algo, run.DEFAULTS)
+    run.check("algos", args.algos, run.DEFAULTS)
     known = run.MODES if args.learn else run.MODES | run.PEERS
-    for mode in args.modes or ():
-        if mode not in known:
-            run.refuse("modes", mode, known)
+    run.check("modes", args.modes or (), known)
     for name in ("flags", "num_envs"):
-        if getattr(args, name) and args.out.resolve() == report.ROOT / "results":
+        if getattr(args, name) and is_published(args.out):
             remedy = "results/ is for the settings of the tables; give --out another folder"
             print(f"error: --{name.replace('_', '-')} {getattr(args, name)}: {remedy}", file=sys.stderr)
             raise SystemExit(2)
     modes = args.modes or tuple(run.MODES if args.quick else known)
-    for mode in modes:
-        if missing(mode):
-            print(f"skipped: {mode} needs {missing(mode)}", file=sys.stderr)
-    args.modes = tuple(mode for mode in modes if not missing(mode))
+    needs = {mode: missing(mode) for mode in modes}
+    for mode, need in needs.items():
+        if need:
+            print(f"skipped: {mode} needs {need}", file=sys.stderr)
+    args.modes = tuple(mode for mode, need in needs.items() if not need)
     args.seeds = args.seeds or ((21,) if args.quick else (21, 31, 41))
 
 
@@ -292,7 +285,7 @@ def main(args):
     measured = report.load(args.out)
     tables = report.learning_tables(measured) if args.learn else report.speed_tables(measured)
     print("\n\n".join(table.markdown() for table in tables))
-    if args.out.resolve() == report.ROOT / "results":
+    if is_published(args.out):
         report.write(measured)
     failed = [job.result_path(out, mode) for job in todo for mode in job.modes]
     failed = [path for path in failed if "failed" in json.loads(path.read_text())]

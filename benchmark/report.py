@@ -136,10 +136,10 @@ def caption(results):
     torch = sorted({result["machine"]["packages"]["torch"].split("+")[0] for result in results})
     matmuls = sorted({result["summary"]["matmul_precision"] for result in figures.done(results)})
     seeds = sorted({result["seed"] for result in results})
-    kinds = {(result["algo"], result["env_id"]): result["kind"] for result in results}
+    kinds = {named(result["algo"], result["env_id"]): result["kind"] for result in results}
     text = f"{describe(machine)}; torch {', '.join(torch)}; precision of float32 matmuls: {', '.join(matmuls)}; "
     text += f"seeds {', '.join(map(str, seeds))}."
-    quick = dict.fromkeys(named(*key) for key, kind in kinds.items() if kind == "quick")
+    quick = [name for name, kind in kinds.items() if kind == "quick"]
     if quick:
         text += f" One seed and fewer steps (--quick): {'all' if len(quick) == len(kinds) else '; '.join(quick)}."
     return text if machine["gpu"] else f"{text} Without a CUDA device modes with CUDA graphs are {NOT_MEASURED}."
@@ -166,7 +166,11 @@ def learning_row(name, mode, runs):
     said = [f"seed {run['seed']} failed: {run['failed']}" for run in runs if "failed" in run]
     if not done:
         return [name, mode, "; ".join(said) or "no episode has ended", "", "", "", ""]
-    middle, low, high = figures.middle_and_interval([[figures.last_return(run["curve"])] for run in done])
+    ends = []
+    for run in done:
+        steps, _, returns = zip(*run["curve"], strict=True)
+        ends.append([curves.last_tenth(steps, returns)])
+    middle, low, high = figures.middle_and_interval(ends)
     interval = f"{low[0]:.1f} to {high[0]:.1f}" if len(done) > 1 else ""
     steps = min(run["summary"]["global_step"] for run in done)
     minutes = statistics.median(run["summary"]["wall_seconds"] / 60 for run in done)

@@ -212,14 +212,11 @@ def table(summaries):
     return "\n".join(lines)
 
 
-def check(algos, modes):
-    """Refuse algorithms and modes that are not there."""
-    for algo in algos:
-        if algo not in DEFAULTS:
-            refuse("algo", algo, DEFAULTS)
-        for mode in modes:
-            if mode not in modes_of(algo):
-                refuse("modes", mode, modes_of(algo))
+def check(name, given, choices):
+    """Refuse what is not among the choices of the argument `name`."""
+    for value in given:
+        if value not in choices:
+            refuse(name, value, choices)
 
 
 def refuse(name, value, choices):
@@ -229,7 +226,8 @@ def refuse(name, value, choices):
 
 
 def main(args):
-    check([args.algo], args.modes)
+    check("algo", [args.algo], DEFAULTS)
+    check("modes", args.modes, modes_of(args.algo))
     args.flags = f"{DEFAULTS[args.algo].flags} {args.flags}"
     crashed = []
     if not args.report_only:

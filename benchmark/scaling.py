@@ -28,7 +28,7 @@ import run
 import torch
 import turns
 import tyro
-from machine import describe, machine, slug
+from machine import machine, slug, store, where
 from timing import in_turns, seconds_per_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -232,11 +232,10 @@ def measure_all(args, algo):
     points = [("num_envs", n, case.with_envs(n)) for n in args.num_envs]
     points += [("batch", batch, case.with_batch(batch)) for batch in args.batches or case.batches]
     path = args.results / slug(data["machine"]) / "scaling" / f"{algo}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     for name, value, flags in points:
         print(f"{algo}: {name} {value}", file=sys.stderr, flush=True)
         data[name][value] = in_process(algo, flags, modes, args.seconds)
-        path.write_text(json.dumps(data, indent=1) + "\n")
+        store(path, data)
 
 
 def draw_all(results):
@@ -277,18 +276,13 @@ def draw(data, path):
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.suptitle(f"{CASES[data['algo']].title}, {modes_of(data)}, {where(data)}")
+    figure.suptitle(f"{CASES[data['algo']].title}, {modes_of(data)}, {where(data['machine'])}")
     figure.savefig(path, dpi=150)
 
 
 def modes_of(data):
     """What was measured, as run.py calls it."""
     return "+".join(name for name, active in data["modes"].items() if active) or "eager"
-
-
-def where(data):
-    """The machine and its torch, in words."""
-    return f"{describe(data['machine'])}, torch {data['machine']['packages']['torch']}"
 
 
 def row(algo, data):
@@ -320,7 +314,7 @@ def table(results):
     for folder in sorted(results.glob("*/scaling")) or [None]:
         paths = {algo: folder / f"{algo}.json" for algo in CASES} if folder else {}
         data = {algo: json.loads(path.read_text()) for algo, path in paths.items() if path.exists()}
-        for machine_text in dict.fromkeys(where(one) for one in data.values()):
+        for machine_text in dict.fromkeys(where(one["machine"]) for one in data.values()):
             parts.append(f"{machine_text}:")
         parts.append("\n".join([*head, *(row(algo, data.get(algo)) for algo in CASES)]))
         pictures = [f"![{CASES[algo].title}](../results/{folder.parent.name}/scaling/{algo}.png)" for algo in data]
@@ -329,8 +323,7 @@ def table(results):
 
 
 def main(args):
-    for algo in set(args.algos) - CASES.keys():
-        run.refuse("algos", algo, CASES)
+    run.check("algos", args.algos, CASES)
     for algo in args.algos:
         measure_all(args, algo)
     print(table(args.results))

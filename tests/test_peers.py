@@ -23,11 +23,11 @@ DIFFERENT = {  # the settings that cannot be made equal
     ("ppo_atari_envpool", "sbx"): {"matrices", "learning rates", "clip of the values"},
 }
 SMALL = {  # flags with which a run has two turns or more
-    "ppo_continuous_action": "--env-id Pendulum-v1 --total-timesteps 8192",
+    "ppo_continuous_action": "--env-id Pendulum-v1 --total-timesteps 10240",
     "sac_continuous_action": "--env-id Pendulum-v1 --total-timesteps 400 --learning-starts 100",
     "td3_continuous_action": "--env-id Pendulum-v1 --total-timesteps 400 --learning-starts 100",
     "dqn": "--total-timesteps 400 --learning-starts 100",
-    "ppo_atari_envpool": "--num-envs 2 --total-timesteps 1024",
+    "ppo_atari_envpool": "--num-envs 2 --total-timesteps 1280",
     "dqn_atari": "--total-timesteps 400 --learning-starts 100 --buffer-size 1000",
 }
 both_peers = pytest.mark.parametrize("peer", ["sb3", "sbx"])
@@ -137,7 +137,7 @@ def test_a_run_takes_turns_and_writes_a_summary(peers, algo, peer, tmp_path):
     assert done.returncode == 0, done.stderr
     [path] = tmp_path.glob("*/summary.json")
     summary = json.loads(path.read_text())
-    assert set(done.stdout.split()) == {"over"} and len(done.stdout.split()) >= 2
+    assert set(done.stdout.split()) == {"over"} and len(done.stdout.split()) > 2
     assert summary["steady_sps"] > 0 and summary["warmup_seconds"] > 0 and summary["device"] == "cpu"
     assert summary["global_step"] >= int(SMALL[algo].split("--total-timesteps ")[1].split()[0])
 

@@ -21,7 +21,7 @@ import tyro
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 sys.path.append(str(ROOT / "benchmark"))
-from machine import machine, slug  # noqa: E402
+from machine import machine, slug, store  # noqa: E402
 from run import spread  # noqa: E402
 from timing import DEVICE, in_turns, ratios  # noqa: E402
 
@@ -62,9 +62,7 @@ def main(before, after, needs_cuda=False):
     if args.write:
         this = machine()
         path = args.results / slug(this) / "tips" / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = {"device": DEVICE.type, "seconds": taken, "machine": this}
-        path.write_text(json.dumps(data, indent=1) + "\n")
+        store(path, {"device": DEVICE.type, "seconds": taken, "machine": this})
 
 
 def worth(path):
