@@ -270,7 +270,7 @@ def test_training_with_the_buffer_on_the_host_is_the_same_with_graphs(turbo, tmp
         return turbo.FrameReplay(args.buffer_size, args.num_envs, shape, device, storage=torch.device("cpu"))
 
     monkeypatch.setattr(turbo, "make_replay", make_replay)
-    settings = {"num_envs": 4, "learning_starts": 36, "total_timesteps": 60}
+    settings = {"num_envs": 4, "learning_starts": 70}
     check_training(turbo, tmp_path, settings=settings, runs=[(False, False), (True, True)])
 
 
@@ -353,7 +353,9 @@ def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     tensors = [torch.ones(2_000_000) for _ in range(8)]
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(min(faults() for _ in range(5)))  # the heap may need a few rounds to find its shape
+for _ in range(4):  # the heap may need a few rounds to find its shape
+    faults()
+print(faults())
 """
 
 

@@ -17,8 +17,7 @@ SIZES = {
     "ppo": {"env_id": "Pendulum-v1", "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
     "ppo_atari": {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
 }
-SMALL_ATARI = {"env_id": "Breakout-v5", "num_envs": 2, "batch_size": 4, "target_network_frequency": 10}
-SMALL_ATARI |= {"buffer_size": 30, "learning_starts": 12, "total_timesteps": 40}
+SMALL_ATARI = REPLAY | {"env_id": "Breakout-v5", "num_envs": 2, "batch_size": 4, "target_network_frequency": 30}
 SIZES["sac_atari"] = SMALL_ATARI
 SIZES["dqn_atari"] = SMALL_ATARI | EPSILON | {"learning_rate": 1e-4}
 OTHERS = {  # other settings take other ways through the code
