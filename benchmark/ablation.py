@@ -16,7 +16,6 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import run
 import torch
@@ -110,19 +109,10 @@ def measure(args, algo, mode):
     shutil.rmtree(folder, ignore_errors=True)
     paths = {UNTOUCHED: write_copy(algo, None, folder)}
     paths |= {trick.name: write_copy(algo, trick, folder) for trick in tricks_of(algo, mode)}
-    flags = run.MODES[mode][2:]
-    programs = {name: ["turns.py", str(path.resolve()), *flags] for name, path in paths.items()}
-    speeds = {name: [] for name in paths}
-    with patch.dict(run.MODES, programs):
-        runs = run.Args(algo=algo, total_timesteps=args.total_timesteps or STEPS[algo], run_dir=folder)
-        for round_, seed in enumerate(args.seeds):
-            run.run_round(runs, list(paths) if round_ % 2 == 0 else list(paths)[::-1], seed)
-            for name in paths:
-                summaries = list((folder / name / str(seed)).glob("*/summary.json"))
-                if not summaries:
-                    raise SystemExit(f"error: {algo}, {name}: no summary; see {folder / name / str(seed)}/log.txt")
-                speeds[name].append(json.loads(summaries[0].read_text())["steady_sps"])
-    return speeds
+    programs = {name: ["turns.py", str(path.resolve()), *run.MODES[mode][2:]] for name, path in paths.items()}
+    settings = run.RunArgs(total_timesteps=args.total_timesteps or STEPS[algo])
+    summaries = run.run_programs(algo, programs, args.seeds, folder / "runs", settings)
+    return {name: [summary["steady_sps"] for summary in own] for name, own in summaries.items()}
 
 
 def record(args, algo, mode, speeds):

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import tyro
@@ -172,6 +174,25 @@ def run_round(args, modes, seed, on_turn=lambda mode: None):
         for mode, folder in folders.items():
             (folder / "monitor.json").write_text(json.dumps(monitor.table(mode)))
     return statuses
+
+
+def run_programs(algo, programs, seeds, folder, settings):
+    """Train `programs`, words of commands by name, side by side, a round for each seed: lists of summaries by name.
+
+    Their runs are in `folder`, which is emptied. SystemExit if one leaves no summary. `settings` are RunArgs.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    args = Args(algo=algo, run_dir=folder, **vars(settings))
+    summaries = {name: [] for name in programs}
+    with patch.dict(MODES, programs):
+        for round_, seed in enumerate(seeds):
+            run_round(args, list(programs) if round_ % 2 == 0 else list(programs)[::-1], seed)
+            for name in programs:
+                paths = list((folder / name / str(seed)).glob("*/summary.json"))
+                if not paths:
+                    raise SystemExit(f"error: {algo}, {name}: no summary; see {folder / name / str(seed)}/log.txt")
+                summaries[name].append(json.loads(paths[0].read_text()))
+    return summaries
 
 
 def load(run_dir):

@@ -73,7 +73,7 @@ def compiled_acting(where):
         where,
         "acting and storing compiled too",
         COMPILED,
-        (('("store_and_act", "update_critics", "update_actor")', '("update_critics", "update_actor")'),),
+        (("            self.store_and_act = compiled(self.store_and_act, self.args.compile_mode)\n", ""),),
     )
 
 
@@ -83,7 +83,7 @@ def cpp_wrapper(where):
         where,
         "on a CPU, kernels called from C++, not from Python",
         ("compile",),
-        (('options["cpp_wrapper"] = not self.on_cuda', 'options["cpp_wrapper"] = False'),),
+        (("cpp_wrapper = not self.on_cuda", "cpp_wrapper = False"),),
     )
 
 
@@ -92,7 +92,7 @@ CHEAP_GUARDS = Trick(
     "cheap_guards",
     "guards of compiled code on what the learner holds, not on all else too",
     COMPILED,
-    (('options = {"guard_filter_fn": cheap_guards}', "options = {}"),),
+    (('guards = {"guard_filter_fn": cheap_guards}', "guards = {}"),),
 )
 BATCHED_CRITICS = Trick(
     "batched_critics",

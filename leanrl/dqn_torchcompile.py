@@ -37,6 +37,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -45,6 +46,7 @@ THREADS = 1  # small matrices: two threads are hardly faster than one, and on a 
 LOG_INTERVAL = 100  # vector steps between two logs of the losses
 GRAPH_WARMUP = 3  # the call that captures a CUDA graph; compilation is over by then
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # Adam's
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
 @dataclass
@@ -101,6 +103,8 @@ class SpeedArgs:
     """compile the updates with torch.compile"""
     cudagraphs: bool = False
     """replay what the GPU does as CUDA graphs"""
+    compile_mode: CompileMode = "default"
+    """what torch.compile takes its time for; reduce-overhead and max-autotune make CUDA graphs of their own"""
 
 
 @dataclass
@@ -507,6 +511,31 @@ def cheap_guards(guards):
     return [guard.guard_type in kinds and not guard.is_global for guard in guards]
 
 
+def stay_in_place(*holders):
+    """Promise torch.compile that the tensors in the attributes of `holders` keep their memory.
+
+    Only such tensors may change in the CUDA graphs that a --compile-mode makes.
+    """
+    for tensor in tree_leaves([vars(holder) for holder in holders]):
+        if torch.is_tensor(tensor):
+            torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def compiled(function, mode, **options):
+    """`function` by torch.compile as one graph; `options` are inductor's, beside those that `mode` stands for.
+
+    In modes that make CUDA graphs a call overwrites what earlier calls of all compiled functions returned: that is
+    cloned.
+    """
+    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+    options |= torch._inductor.list_mode_options(mode)
+    guards = {"guard_filter_fn": cheap_guards}  # torch.compile takes this out of the dictionary
+    graph = torch.compile(function, fullgraph=True, options=options | guards)
+    if not options.get("triton.cudagraphs"):
+        return graph
+    return lambda *inputs: tree_map_only(torch.Tensor, torch.clone, graph(*inputs))
+
+
 class DQN:
     """The learner. What its graphs read or change are tensors, updated in place: they replay kernels, not Python."""
 
@@ -551,10 +580,9 @@ class DQN:
     def apply_compile_and_cudagraphs(self):
         """The one place where functions are compiled and graphed."""
         if self.compile:
-            torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-            options = {"guard_filter_fn": cheap_guards}
-            options["cpp_wrapper"] = not self.on_cuda  # calls the kernels from C++; a CUDA graph does better
-            self.store_and_update = torch.compile(self.store_and_update, fullgraph=True, options=options)
+            stay_in_place(self, self.replay, *self.optimizers.values())
+            cpp_wrapper = not self.on_cuda  # calls the kernels from C++; a CUDA graph does better
+            self.store_and_update = compiled(self.store_and_update, self.args.compile_mode, cpp_wrapper=cpp_wrapper)
         if self.cudagraphs:
             self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)
 
@@ -726,8 +754,11 @@ def turns(frequency, step, num_envs):
     return step // frequency - (step - num_envs) // frequency
 
 
-def train(args, on_log=lambda learner, losses, step: None):
-    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees each log."""
+def train(args, on_log=lambda learner, losses, step: None, on_start=lambda run: None):
+    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C.
+
+    For tools: `on_start(run)` is called once, `on_log(learner, losses, step)` before each log.
+    """
     device = prepare(args)
     checkpoint = load_resumed(args)
     step = checkpoint["global_step"]
@@ -739,6 +770,7 @@ def train(args, on_log=lambda learner, losses, step: None):
     learner = DQN(args, envs, device)
     restore(args, learner, checkpoint)
     with Run(args, learner, envs, folder, checkpoint) as run:
+        on_start(run)
         while step < args.total_timesteps and not run.stop:
             actions = learner.act(obs, epsilon(step, args))
             next_obs, last_obs, rewards, terminated, truncated = envs.step(actions)
@@ -754,8 +786,8 @@ def train(args, on_log=lambda learner, losses, step: None):
                     learner.update_target()
             if learner.updates and step // args.num_envs % LOG_INTERVAL == 0:
                 losses = learner.losses()
-                run.log(losses)
                 on_log(learner, losses, step)
+                run.log(losses)
             if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs:
                 run.save()
 
@@ -837,6 +869,16 @@ def check_args(args):
             refuse(name, value, f"give a number from {low} to {high:g}")
     if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
         refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
+    for name in ("compile_mode", "critic_compile_mode"):
+        check_compile_mode(args, name, getattr(args, name, None) or "default")
+
+
+def check_compile_mode(args, name, mode):
+    """Refuse a mode without --compile, and one with CUDA graphs of its own inside of --cudagraphs."""
+    if mode != "default" and not args.compile:
+        refuse(name, mode, "give --compile too, or leave this out")
+    if mode in ("reduce-overhead", "max-autotune") and args.cudagraphs:
+        refuse(name, mode, "it makes CUDA graphs of its own; leave out --cudagraphs, or give another mode")
 
 
 def prepare(args):
@@ -1052,6 +1094,7 @@ class Run:
         self.step = self.first_step = checkpoint["global_step"]
         self.episodes = checkpoint["episodes"]
         self.last_returns = checkpoint["returns"]  # of the last 20 episodes
+        self.facts = {}  # what tools add to the progress bar and to the summary
         self.returns = np.zeros(args.num_envs)  # so far, of the episodes under way
         self.begins = [self.first_step] * args.num_envs
         self.stop = False
@@ -1148,7 +1191,7 @@ class Run:
         self.episodes += 1
         self.returns[i] = 0
         self.begins[i] = self.step
-        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
+        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"} | self.facts, refresh=False)
 
     def log(self, losses):
         """Write one row of losses, and the average speed so far; NotFinite if a loss is infinite or NaN."""
@@ -1215,7 +1258,7 @@ class Run:
             "wall_seconds": end - self.start,
             "versions": self.versions,
         }
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+        (self.folder / "summary.json").write_text(json.dumps(summary | self.facts, indent=2))
 
 
 if __name__ == "__main__":

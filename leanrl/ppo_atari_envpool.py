@@ -109,6 +109,8 @@ class AlgorithmArgs:
     """clip the change of the values by --clip-coef too"""
     ent_coef: float = 0.01
     """coefficient of the entropy in the loss"""
+    init_entropy: Literal["default", "max"] = "default"
+    """max: begin with a policy whose actions have the entropy of uniformly random ones"""
     vf_coef: float = 0.5
     """coefficient of the value loss"""
     max_grad_norm: float = 0.5
@@ -305,6 +307,8 @@ class PPO:
         self.cudagraphs = False
         with device:
             self.agent = AtariAgent(int(envs.single_action_space.n))
+        if args.init_entropy == "max":
+            nn.init.zeros_(self.agent.actor.weight)
         self.optimizers = {"agent": torch.optim.Adam(self.agent.parameters(), lr=args.learning_rate, eps=1e-5)}
         steps = (args.num_steps, envs.num_envs)
         names = ("actions", "log_prob", "values", "rewards", "terminated", "ended", "valid")
@@ -459,8 +463,11 @@ def check_minibatches(args):
         refuse("num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch}, below it")
 
 
-def train(args, on_log=lambda learner, losses, step: None):
-    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees each log."""
+def train(args, on_log=lambda learner, losses, step: None, on_start=lambda run: None):
+    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C.
+
+    For tools: `on_start(run)` is called once, `on_log(learner, losses, step)` before each log.
+    """
     device = prepare(args)
     check_minibatches(args)
     checkpoint = load_resumed(args)
@@ -471,6 +478,7 @@ def train(args, on_log=lambda learner, losses, step: None):
     learner = PPO(args, envs, device)
     restore(args, learner, checkpoint)
     with Run(args, learner, envs, folder, checkpoint) as run:
+        on_start(run)
         while step < args.total_timesteps and not run.stop:
             learning_rate = args.learning_rate
             if args.anneal_lr:
@@ -487,8 +495,8 @@ def train(args, on_log=lambda learner, losses, step: None):
             else:  # the rollout is complete
                 learner.update(learning_rate, obs)
                 losses = learner.losses()
-                run.log(losses)
                 on_log(learner, losses, step)
+                run.log(losses)
                 if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs * args.num_steps:
                     run.save()
 
@@ -570,6 +578,16 @@ def check_args(args):
             refuse(name, value, f"give a number from {low} to {high:g}")
     if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
         refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
+    for name in ("compile_mode", "critic_compile_mode"):
+        check_compile_mode(args, name, getattr(args, name, None) or "default")
+
+
+def check_compile_mode(args, name, mode):
+    """Refuse a mode without --compile, and one with CUDA graphs of its own inside of --cudagraphs."""
+    if mode != "default" and not args.compile:
+        refuse(name, mode, "give --compile too, or leave this out")
+    if mode in ("reduce-overhead", "max-autotune") and args.cudagraphs:
+        refuse(name, mode, "it makes CUDA graphs of its own; leave out --cudagraphs, or give another mode")
 
 
 def prepare(args):
@@ -785,6 +803,7 @@ class Run:
         self.step = self.first_step = checkpoint["global_step"]
         self.episodes = checkpoint["episodes"]
         self.last_returns = checkpoint["returns"]  # of the last 20 episodes
+        self.facts = {}  # what tools add to the progress bar and to the summary
         self.returns = np.zeros(args.num_envs)  # so far, of the episodes under way
         self.begins = [self.first_step] * args.num_envs
         self.stop = False
@@ -881,7 +900,7 @@ class Run:
         self.episodes += 1
         self.returns[i] = 0
         self.begins[i] = self.step
-        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
+        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"} | self.facts, refresh=False)
 
     def log(self, losses):
         """Write one row of losses, and the average speed so far; NotFinite if a loss is infinite or NaN."""
@@ -948,7 +967,7 @@ class Run:
             "wall_seconds": end - self.start,
             "versions": self.versions,
         }
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+        (self.folder / "summary.json").write_text(json.dumps(summary | self.facts, indent=2))
 
 
 if __name__ == "__main__":

@@ -110,6 +110,8 @@ class AlgorithmArgs:
     """clip the change of the values by --clip-coef too"""
     ent_coef: float = 0.0
     """coefficient of the entropy in the loss"""
+    init_entropy: Literal["default", "max"] = "default"
+    """max: begin with a policy whose actions have the entropy of uniformly random ones"""
     vf_coef: float = 0.5
     """coefficient of the value loss"""
     max_grad_norm: float = 0.5
@@ -188,6 +190,11 @@ class Agent(nn.Module):
         `obs`, (batch, obs_dim), are normalised.
         """
         return self.actor(obs), self.log_std, self.critic(obs).squeeze(-1)
+
+    def become_uniform(self, action_space):
+        """Give actions the entropy that uniformly random ones have, from the lower to the upper bound."""
+        deviations = (action_space.high - action_space.low) / math.sqrt(2 * math.pi * math.e)
+        self.log_std.data.copy_(torch.as_tensor(deviations).log())
 
 
 class Policy(nn.Module):
@@ -310,6 +317,8 @@ class PPO:
         self.normalizer = Normalizer(envs.num_envs, obs_dim, args.gamma)
         with device:
             self.agent = Agent(obs_dim, action_space.shape[0])
+        if args.init_entropy == "max":
+            self.agent.become_uniform(action_space)
         self.optimizers = {"agent": torch.optim.Adam(self.agent.parameters(), lr=args.learning_rate, eps=1e-5)}
         widths = {
             "obs": (obs_dim,),
@@ -479,8 +488,11 @@ def check_batch(args):
         refuse("env_backend", args.env_backend, "envpool records no video; leave out --capture-video")
 
 
-def train(args, on_log=lambda learner, losses, step: None):
-    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees each log."""
+def train(args, on_log=lambda learner, losses, step: None, on_start=lambda run: None):
+    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C.
+
+    For tools: `on_start(run)` is called once, `on_log(learner, losses, step)` before each log.
+    """
     device = prepare(args)
     check_batch(args)
     checkpoint = load_resumed(args)
@@ -496,6 +508,7 @@ def train(args, on_log=lambda learner, losses, step: None):
     restore(args, learner, checkpoint)
     obs, _ = learner.normalizer.normalize(obs)
     with Run(args, learner, envs, folder, checkpoint) as run:
+        on_start(run)
         while step < args.total_timesteps and not run.stop:
             learning_rate = args.learning_rate
             if args.anneal_lr:
@@ -512,8 +525,8 @@ def train(args, on_log=lambda learner, losses, step: None):
             else:  # the rollout is complete
                 learner.update(learning_rate)
                 losses = learner.losses()
-                run.log(losses)
                 on_log(learner, losses, step)
+                run.log(losses)
                 if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs * args.num_steps:
                     run.save()
 
@@ -595,6 +608,16 @@ def check_args(args):
             refuse(name, value, f"give a number from {low} to {high:g}")
     if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
         refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
+    for name in ("compile_mode", "critic_compile_mode"):
+        check_compile_mode(args, name, getattr(args, name, None) or "default")
+
+
+def check_compile_mode(args, name, mode):
+    """Refuse a mode without --compile, and one with CUDA graphs of its own inside of --cudagraphs."""
+    if mode != "default" and not args.compile:
+        refuse(name, mode, "give --compile too, or leave this out")
+    if mode in ("reduce-overhead", "max-autotune") and args.cudagraphs:
+        refuse(name, mode, "it makes CUDA graphs of its own; leave out --cudagraphs, or give another mode")
 
 
 def prepare(args):
@@ -810,6 +833,7 @@ class Run:
         self.step = self.first_step = checkpoint["global_step"]
         self.episodes = checkpoint["episodes"]
         self.last_returns = checkpoint["returns"]  # of the last 20 episodes
+        self.facts = {}  # what tools add to the progress bar and to the summary
         self.returns = np.zeros(args.num_envs)  # so far, of the episodes under way
         self.begins = [self.first_step] * args.num_envs
         self.stop = False
@@ -906,7 +930,7 @@ class Run:
         self.episodes += 1
         self.returns[i] = 0
         self.begins[i] = self.step
-        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
+        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"} | self.facts, refresh=False)
 
     def log(self, losses):
         """Write one row of losses, and the average speed so far; NotFinite if a loss is infinite or NaN."""
@@ -973,7 +997,7 @@ class Run:
             "wall_seconds": end - self.start,
             "versions": self.versions,
         }
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+        (self.folder / "summary.json").write_text(json.dumps(summary | self.facts, indent=2))
 
 
 if __name__ == "__main__":

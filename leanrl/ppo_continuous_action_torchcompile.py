@@ -39,6 +39,7 @@ from gymnasium.vector.utils import batch_space
 from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -46,6 +47,7 @@ SCRIPT = Path(__file__).stem
 THREADS = 1  # small matrices: two threads are hardly faster than one, and on a busy machine much slower
 GRAPH_WARMUP = 3  # the call that captures a CUDA graph; compilation is over by then
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-5  # Adam's
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
 @dataclass
@@ -104,6 +106,8 @@ class SpeedArgs:
     """compile the updates with torch.compile"""
     cudagraphs: bool = False
     """replay what the GPU does as CUDA graphs"""
+    compile_mode: CompileMode = "default"
+    """what torch.compile takes its time for; reduce-overhead and max-autotune make CUDA graphs of their own"""
 
 
 @dataclass
@@ -130,6 +134,8 @@ class AlgorithmArgs:
     """clip the change of the values by --clip-coef too"""
     ent_coef: float = 0.0
     """coefficient of the entropy in the loss"""
+    init_entropy: Literal["default", "max"] = "default"
+    """max: begin with a policy whose actions have the entropy of uniformly random ones"""
     vf_coef: float = 0.5
     """coefficient of the value loss"""
     max_grad_norm: float = 0.5
@@ -208,6 +214,11 @@ class Agent(nn.Module):
         `obs`, (batch, obs_dim), are normalised.
         """
         return self.actor(obs), self.log_std, self.critic(obs).squeeze(-1)
+
+    def become_uniform(self, action_space):
+        """Give actions the entropy that uniformly random ones have, from the lower to the upper bound."""
+        deviations = (action_space.high - action_space.low) / math.sqrt(2 * math.pi * math.e)
+        self.log_std.data.copy_(torch.as_tensor(deviations).log())
 
 
 class Policy(nn.Module):
@@ -587,6 +598,31 @@ def cheap_guards(guards):
     return [guard.guard_type in kinds and not guard.is_global for guard in guards]
 
 
+def stay_in_place(*holders):
+    """Promise torch.compile that the tensors in the attributes of `holders` keep their memory.
+
+    Only such tensors may change in the CUDA graphs that a --compile-mode makes.
+    """
+    for tensor in tree_leaves([vars(holder) for holder in holders]):
+        if torch.is_tensor(tensor):
+            torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def compiled(function, mode, **options):
+    """`function` by torch.compile as one graph; `options` are inductor's, beside those that `mode` stands for.
+
+    In modes that make CUDA graphs a call overwrites what earlier calls of all compiled functions returned: that is
+    cloned.
+    """
+    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+    options |= torch._inductor.list_mode_options(mode)
+    guards = {"guard_filter_fn": cheap_guards}  # torch.compile takes this out of the dictionary
+    graph = torch.compile(function, fullgraph=True, options=options | guards)
+    if not options.get("triton.cudagraphs"):
+        return graph
+    return lambda *inputs: tree_map_only(torch.Tensor, torch.clone, graph(*inputs))
+
+
 class PPO:
     """The learner. What its graphs read or change are tensors, updated in place: they replay kernels, not Python."""
 
@@ -605,6 +641,8 @@ class PPO:
 
         with device:
             self.agent = Apply(Agent(self.obs_dim, self.act_dim))
+        if args.init_entropy == "max":
+            self.agent.network.become_uniform(envs.single_action_space)
         self.weights = self.agent.flatten()
         self.learning_rate = torch.tensor(args.learning_rate, device=device)
         self.optimizers = {"agent": Adam(self.weights, self.learning_rate)}
@@ -636,10 +674,9 @@ class PPO:
     def apply_compile_and_cudagraphs(self):
         """The one place where functions are compiled and graphed."""
         if self.compile:
-            torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-            options = {"guard_filter_fn": cheap_guards}
-            options["cpp_wrapper"] = not self.on_cuda  # calls the kernels from C++; a CUDA graph does better
-            self.update_minibatch = torch.compile(self.update_minibatch, fullgraph=True, options=options)
+            stay_in_place(self, *self.optimizers.values())
+            cpp_wrapper = not self.on_cuda  # calls the kernels from C++; a CUDA graph does better
+            self.update_minibatch = compiled(self.update_minibatch, self.args.compile_mode, cpp_wrapper=cpp_wrapper)
         if self.cudagraphs:  # with --target-kl the host looks at the KL divergence between epochs
             for name in ("iterate",) if self.args.target_kl is None else ("make_batch", "learn_epoch", "measure"):
                 setattr(self, name, CudaGraphModule(getattr(self, name), warmup=GRAPH_WARMUP))
@@ -846,8 +883,11 @@ def check_batch(args):
         refuse("env_backend", args.env_backend, "envpool records no video; leave out --capture-video")
 
 
-def train(args, on_log=lambda learner, losses, step: None):
-    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees each log."""
+def train(args, on_log=lambda learner, losses, step: None, on_start=lambda run: None):
+    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C.
+
+    For tools: `on_start(run)` is called once, `on_log(learner, losses, step)` before each log.
+    """
     device = prepare(args)
     check_batch(args)
     checkpoint = load_resumed(args)
@@ -863,6 +903,7 @@ def train(args, on_log=lambda learner, losses, step: None):
     restore(args, learner, checkpoint)
     obs, _ = learner.normalizer.normalize(obs)
     with Run(args, learner, envs, folder, checkpoint) as run:
+        on_start(run)
         while step < args.total_timesteps and not run.stop:
             learning_rate = args.learning_rate
             if args.anneal_lr:
@@ -878,8 +919,8 @@ def train(args, on_log=lambda learner, losses, step: None):
             else:  # the rollout is complete
                 learner.update(learning_rate)
                 losses = learner.losses()
-                run.log(losses)
                 on_log(learner, losses, step)
+                run.log(losses)
                 if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs * args.num_steps:
                     run.save()
 
@@ -961,6 +1002,16 @@ def check_args(args):
             refuse(name, value, f"give a number from {low} to {high:g}")
     if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
         refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
+    for name in ("compile_mode", "critic_compile_mode"):
+        check_compile_mode(args, name, getattr(args, name, None) or "default")
+
+
+def check_compile_mode(args, name, mode):
+    """Refuse a mode without --compile, and one with CUDA graphs of its own inside of --cudagraphs."""
+    if mode != "default" and not args.compile:
+        refuse(name, mode, "give --compile too, or leave this out")
+    if mode in ("reduce-overhead", "max-autotune") and args.cudagraphs:
+        refuse(name, mode, "it makes CUDA graphs of its own; leave out --cudagraphs, or give another mode")
 
 
 def prepare(args):
@@ -1176,6 +1227,7 @@ class Run:
         self.step = self.first_step = checkpoint["global_step"]
         self.episodes = checkpoint["episodes"]
         self.last_returns = checkpoint["returns"]  # of the last 20 episodes
+        self.facts = {}  # what tools add to the progress bar and to the summary
         self.returns = np.zeros(args.num_envs)  # so far, of the episodes under way
         self.begins = [self.first_step] * args.num_envs
         self.stop = False
@@ -1272,7 +1324,7 @@ class Run:
         self.episodes += 1
         self.returns[i] = 0
         self.begins[i] = self.step
-        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
+        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"} | self.facts, refresh=False)
 
     def log(self, losses):
         """Write one row of losses, and the average speed so far; NotFinite if a loss is infinite or NaN."""
@@ -1339,7 +1391,7 @@ class Run:
             "wall_seconds": end - self.start,
             "versions": self.versions,
         }
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+        (self.folder / "summary.json").write_text(json.dumps(summary | self.facts, indent=2))
 
 
 if __name__ == "__main__":

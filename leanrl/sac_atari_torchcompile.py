@@ -39,6 +39,7 @@ from gymnasium.vector.utils import batch_space
 from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -50,6 +51,7 @@ BETA1, BETA2, EPS = 0.9, 0.999, 1e-4  # Adam's
 OUTCOMES = {"actions": (), "rewards": (), "terminated": (), "is_reset": ()}  # columns of a step, and their shapes
 NUM_CRITICS = 2
 MEMORY_SHARE = 0.9  # of a device's or the host's memory that the replay buffer may take
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
 @dataclass
@@ -106,6 +108,8 @@ class SpeedArgs:
     """compile the updates with torch.compile"""
     cudagraphs: bool = False
     """replay what the GPU does as CUDA graphs"""
+    compile_mode: CompileMode = "default"
+    """what torch.compile takes its time for; reduce-overhead and max-autotune make CUDA graphs of their own"""
 
 
 @dataclass
@@ -136,6 +140,8 @@ class AlgorithmArgs:
     """tune the entropy coefficient, towards --target-entropy-scale of the largest entropy"""
     target_entropy_scale: float = 0.89
     """the entropy to tune towards, as a share of the largest, log(number of actions)"""
+    init_entropy: Literal["default", "max"] = "default"
+    """max: begin with a policy whose actions have the entropy of uniformly random ones"""
 
 
 @dataclass
@@ -628,6 +634,31 @@ def cheap_guards(guards):
     return [guard.guard_type in kinds and not guard.is_global for guard in guards]
 
 
+def stay_in_place(*holders):
+    """Promise torch.compile that the tensors in the attributes of `holders` keep their memory.
+
+    Only such tensors may change in the CUDA graphs that a --compile-mode makes.
+    """
+    for tensor in tree_leaves([vars(holder) for holder in holders]):
+        if torch.is_tensor(tensor):
+            torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def compiled(function, mode, **options):
+    """`function` by torch.compile as one graph; `options` are inductor's, beside those that `mode` stands for.
+
+    In modes that make CUDA graphs a call overwrites what earlier calls of all compiled functions returned: that is
+    cloned.
+    """
+    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+    options |= torch._inductor.list_mode_options(mode)
+    guards = {"guard_filter_fn": cheap_guards}  # torch.compile takes this out of the dictionary
+    graph = torch.compile(function, fullgraph=True, options=options | guards)
+    if not options.get("triton.cudagraphs"):
+        return graph
+    return lambda *inputs: tree_map_only(torch.Tensor, torch.clone, graph(*inputs))
+
+
 class SAC:
     """The learner. What its graphs read or change are tensors, updated in place: they replay kernels, not Python."""
 
@@ -644,6 +675,8 @@ class SAC:
         with device:
             self.actor = Apply(AtariNetwork(self.num_actions))
             critics = [Apply(AtariNetwork(self.num_actions)) for _ in range(NUM_CRITICS)]
+        if args.init_entropy == "max":
+            nn.init.zeros_(self.actor.network.net[-1].weight)
         self.critic = critics[0]
         self.actor_weights = self.actor.flatten()
         self.critic_weights = torch.stack([critic.flatten() for critic in critics])  # a row for each
@@ -675,10 +708,9 @@ class SAC:
     def apply_compile_and_cudagraphs(self):
         """The one place where functions are compiled and graphed."""
         if self.compile:
-            torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+            stay_in_place(self, self.replay, *self.optimizers.values())
             for name in ("store", "decide", "sample", "update_networks"):
-                options = {"guard_filter_fn": cheap_guards}  # torch.compile takes this out of the dictionary
-                setattr(self, name, torch.compile(getattr(self, name), fullgraph=True, options=options))
+                setattr(self, name, compiled(getattr(self, name), self.args.compile_mode))
         self.respond_to = {act: partial(self.respond, act) for act in (False, True)}
         if self.cudagraphs:
             self.respond_to = {act: CudaGraphModule(f, warmup=GRAPH_WARMUP) for act, f in self.respond_to.items()}
@@ -877,8 +909,11 @@ def first_to_learn(args, replay, step):
     return start
 
 
-def train(args, on_log=lambda learner, losses, step: None):
-    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees each log."""
+def train(args, on_log=lambda learner, losses, step: None, on_start=lambda run: None):
+    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C.
+
+    For tools: `on_start(run)` is called once, `on_log(learner, losses, step)` before each log.
+    """
     keep_freed_memory()
     device = prepare(args)
     checkpoint = load_resumed(args)
@@ -892,6 +927,7 @@ def train(args, on_log=lambda learner, losses, step: None):
     learning_starts = first_to_learn(args, learner.replay, step)
     learner.begin(obs)
     with Run(args, learner, envs, folder, checkpoint) as run:
+        on_start(run)
         while step < args.total_timesteps and not run.stop:
             actions = learner.next_actions()
             if step < args.learning_starts:
@@ -909,8 +945,8 @@ def train(args, on_log=lambda learner, losses, step: None):
                     learner.update_target()
             if learner.updates and step // args.num_envs % LOG_INTERVAL == 0:
                 losses = learner.losses()
-                run.log(losses)
                 on_log(learner, losses, step)
+                run.log(losses)
             if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs:
                 run.save()
 
@@ -992,6 +1028,16 @@ def check_args(args):
             refuse(name, value, f"give a number from {low} to {high:g}")
     if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
         refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
+    for name in ("compile_mode", "critic_compile_mode"):
+        check_compile_mode(args, name, getattr(args, name, None) or "default")
+
+
+def check_compile_mode(args, name, mode):
+    """Refuse a mode without --compile, and one with CUDA graphs of its own inside of --cudagraphs."""
+    if mode != "default" and not args.compile:
+        refuse(name, mode, "give --compile too, or leave this out")
+    if mode in ("reduce-overhead", "max-autotune") and args.cudagraphs:
+        refuse(name, mode, "it makes CUDA graphs of its own; leave out --cudagraphs, or give another mode")
 
 
 def prepare(args):
@@ -1207,6 +1253,7 @@ class Run:
         self.step = self.first_step = checkpoint["global_step"]
         self.episodes = checkpoint["episodes"]
         self.last_returns = checkpoint["returns"]  # of the last 20 episodes
+        self.facts = {}  # what tools add to the progress bar and to the summary
         self.returns = np.zeros(args.num_envs)  # so far, of the episodes under way
         self.begins = [self.first_step] * args.num_envs
         self.stop = False
@@ -1303,7 +1350,7 @@ class Run:
         self.episodes += 1
         self.returns[i] = 0
         self.begins[i] = self.step
-        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
+        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"} | self.facts, refresh=False)
 
     def log(self, losses):
         """Write one row of losses, and the average speed so far; NotFinite if a loss is infinite or NaN."""
@@ -1370,7 +1417,7 @@ class Run:
             "wall_seconds": end - self.start,
             "versions": self.versions,
         }
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+        (self.folder / "summary.json").write_text(json.dumps(summary | self.facts, indent=2))
 
 
 if __name__ == "__main__":

@@ -110,6 +110,8 @@ class AlgorithmArgs:
     """entropy coefficient with --no-autotune"""
     autotune: bool = True
     """tune the entropy coefficient, towards an entropy of minus the number of action dimensions"""
+    init_entropy: Literal["default", "max"] = "default"
+    """max: begin with a policy whose actions have the entropy of uniformly random ones"""
 
 
 @dataclass
@@ -192,6 +194,13 @@ class Actor(nn.Module):
         log_prob = log_prob - (self.scale * (1 - squashed.square()) + 1e-6).log()
         actions = squashed * self.scale + self.bias
         return actions.clamp(self.low, self.high), log_prob.sum(-1)  # where tanh is 1, rounding can cross a bound
+
+    def become_uniform(self):
+        """Ignore observations at first, and spread actions: to an entropy per dimension 0.01 below the largest."""
+        head = self.net[-1]
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        head.bias.data[len(self.scale) :] = 0.412  # of all Gaussians that of deviation 0.87 is flattest after tanh
 
 
 def inner_bounds(action_space):
@@ -281,6 +290,8 @@ class SAC:
         self.act_dim = envs.single_action_space.shape[0]
         with device:
             self.actor = Actor(obs_dim, envs.single_action_space)
+            if args.init_entropy == "max":
+                self.actor.become_uniform()
             self.critics = nn.ModuleList([Critic(obs_dim, self.act_dim) for _ in range(NUM_CRITICS)])
             self.target_critics = copy.deepcopy(self.critics)
             self.log_alpha = torch.tensor(1.0 if args.autotune else args.alpha).log().requires_grad_()
@@ -346,7 +357,7 @@ class SAC:
         self.optimizers["actor"].zero_grad()
         loss.backward()
         self.optimizers["actor"].step()
-        self.last_losses["actor_loss"] = loss.detach()
+        self.last_losses |= {"actor_loss": loss.detach(), "entropy": -log_prob.detach().mean()}
         if self.args.autotune:
             with torch.no_grad():
                 _, log_prob = self.sample_actions(obs)
@@ -402,8 +413,11 @@ def final_observations(next_obs, infos):
     return next_obs
 
 
-def train(args, on_log=lambda learner, losses, step: None):
-    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees each log."""
+def train(args, on_log=lambda learner, losses, step: None, on_start=lambda run: None):
+    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C.
+
+    For tools: `on_start(run)` is called once, `on_log(learner, losses, step)` before each log.
+    """
     device = prepare(args)
     checkpoint = load_resumed(args)
     step = checkpoint["global_step"]
@@ -416,6 +430,7 @@ def train(args, on_log=lambda learner, losses, step: None):
     learner = SAC(args, envs, device)
     restore(args, learner, checkpoint)
     with Run(args, learner, envs, folder, checkpoint) as run:
+        on_start(run)
         while step < args.total_timesteps and not run.stop:
             actions = envs.action_space.sample() if step < args.learning_starts else learner.act(obs)
             next_obs, rewards, terminated, truncated, infos = envs.step(actions)
@@ -429,8 +444,8 @@ def train(args, on_log=lambda learner, losses, step: None):
                 learner.update()
             if learning and step // args.num_envs % LOG_INTERVAL == 0:
                 losses = learner.losses()
-                run.log(losses)
                 on_log(learner, losses, step)
+                run.log(losses)
             if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs:
                 run.save()
 
@@ -512,6 +527,16 @@ def check_args(args):
             refuse(name, value, f"give a number from {low} to {high:g}")
     if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
         refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
+    for name in ("compile_mode", "critic_compile_mode"):
+        check_compile_mode(args, name, getattr(args, name, None) or "default")
+
+
+def check_compile_mode(args, name, mode):
+    """Refuse a mode without --compile, and one with CUDA graphs of its own inside of --cudagraphs."""
+    if mode != "default" and not args.compile:
+        refuse(name, mode, "give --compile too, or leave this out")
+    if mode in ("reduce-overhead", "max-autotune") and args.cudagraphs:
+        refuse(name, mode, "it makes CUDA graphs of its own; leave out --cudagraphs, or give another mode")
 
 
 def prepare(args):
@@ -727,6 +752,7 @@ class Run:
         self.step = self.first_step = checkpoint["global_step"]
         self.episodes = checkpoint["episodes"]
         self.last_returns = checkpoint["returns"]  # of the last 20 episodes
+        self.facts = {}  # what tools add to the progress bar and to the summary
         self.returns = np.zeros(args.num_envs)  # so far, of the episodes under way
         self.begins = [self.first_step] * args.num_envs
         self.stop = False
@@ -823,7 +849,7 @@ class Run:
         self.episodes += 1
         self.returns[i] = 0
         self.begins[i] = self.step
-        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
+        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"} | self.facts, refresh=False)
 
     def log(self, losses):
         """Write one row of losses, and the average speed so far; NotFinite if a loss is infinite or NaN."""
@@ -890,7 +916,7 @@ class Run:
             "wall_seconds": end - self.start,
             "versions": self.versions,
         }
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+        (self.folder / "summary.json").write_text(json.dumps(summary | self.facts, indent=2))
 
 
 if __name__ == "__main__":

@@ -371,8 +371,11 @@ def final_observations(next_obs, infos):
     return next_obs
 
 
-def train(args, on_log=lambda learner, losses, step: None):
-    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C. `on_log(learner, losses, step)` sees each log."""
+def train(args, on_log=lambda learner, losses, step: None, on_start=lambda run: None):
+    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C.
+
+    For tools: `on_start(run)` is called once, `on_log(learner, losses, step)` before each log.
+    """
     device = prepare(args)
     checkpoint = load_resumed(args)
     step = checkpoint["global_step"]
@@ -385,6 +388,7 @@ def train(args, on_log=lambda learner, losses, step: None):
     learner = TD3(args, envs, device)
     restore(args, learner, checkpoint)
     with Run(args, learner, envs, folder, checkpoint) as run:
+        on_start(run)
         while step < args.total_timesteps and not run.stop:
             actions = envs.action_space.sample() if step < args.learning_starts else learner.act(obs)
             next_obs, rewards, terminated, truncated, infos = envs.step(actions)
@@ -398,8 +402,8 @@ def train(args, on_log=lambda learner, losses, step: None):
                 learner.update()
             if learning and step // args.num_envs % LOG_INTERVAL == 0:
                 losses = learner.losses()
-                run.log(losses)
                 on_log(learner, losses, step)
+                run.log(losses)
             if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs:
                 run.save()
 
@@ -481,6 +485,16 @@ def check_args(args):
             refuse(name, value, f"give a number from {low} to {high:g}")
     if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
         refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
+    for name in ("compile_mode", "critic_compile_mode"):
+        check_compile_mode(args, name, getattr(args, name, None) or "default")
+
+
+def check_compile_mode(args, name, mode):
+    """Refuse a mode without --compile, and one with CUDA graphs of its own inside of --cudagraphs."""
+    if mode != "default" and not args.compile:
+        refuse(name, mode, "give --compile too, or leave this out")
+    if mode in ("reduce-overhead", "max-autotune") and args.cudagraphs:
+        refuse(name, mode, "it makes CUDA graphs of its own; leave out --cudagraphs, or give another mode")
 
 
 def prepare(args):
@@ -696,6 +710,7 @@ class Run:
         self.step = self.first_step = checkpoint["global_step"]
         self.episodes = checkpoint["episodes"]
         self.last_returns = checkpoint["returns"]  # of the last 20 episodes
+        self.facts = {}  # what tools add to the progress bar and to the summary
         self.returns = np.zeros(args.num_envs)  # so far, of the episodes under way
         self.begins = [self.first_step] * args.num_envs
         self.stop = False
@@ -792,7 +807,7 @@ class Run:
         self.episodes += 1
         self.returns[i] = 0
         self.begins[i] = self.step
-        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
+        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"} | self.facts, refresh=False)
 
     def log(self, losses):
         """Write one row of losses, and the average speed so far; NotFinite if a loss is infinite or NaN."""
@@ -859,7 +874,7 @@ class Run:
             "wall_seconds": end - self.start,
             "versions": self.versions,
         }
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+        (self.folder / "summary.json").write_text(json.dumps(summary | self.facts, indent=2))
 
 
 if __name__ == "__main__":

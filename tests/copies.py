@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SHELL = "\n# The shell: "
-OWN = {"EnvironmentArgs", "AlgorithmArgs", "Args", "Policy", "make_policy", "train", "evaluation_envs"}
+OWN = {"EnvironmentArgs", "AlgorithmArgs", "SpeedArgs", "Args", "Policy", "make_policy", "train", "evaluation_envs"}
 OWN |= {"SAC", "TD3", "PPO", "DQN"}
 
 

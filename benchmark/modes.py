@@ -1,0 +1,99 @@
+"""What each of torch.compile's modes costs at the start and gives afterwards, for the turbo scripts.
+
+    python benchmark/modes.py                  # all scripts; half an hour on 2 cores
+    python benchmark/modes.py --algos dqn --seeds 1 2 3
+    python benchmark/report.py                 # put the results into doc/torch_compile.md
+
+A round trains a script eagerly and in each mode, in turns (run.py), from an empty compiler cache.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import run
+import torch
+import tyro
+from figures import named
+from machine import machine, slug, store, where
+from tables import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+MODES = {
+    "eager": [],
+    "default": ["--compile"],
+    "reduce-overhead": ["--compile", "--compile-mode=reduce-overhead"],
+    "max-autotune": ["--compile", "--compile-mode=max-autotune"],
+    "max-autotune-no-cudagraphs": ["--compile", "--compile-mode=max-autotune-no-cudagraphs"],
+}
+NEED_CUDA = ("reduce-overhead", "max-autotune")  # else they are default and max-autotune-no-cudagraphs
+HEADER = ("", "mode", "steps/s", "ratio to default", "until steady, s")
+
+
+@dataclass
+class Args:
+    algos: tuple[str, ...] = tuple(run.DEFAULTS)
+    """names of the plain scripts"""
+    modes: tuple[str, ...] = tuple(MODES)
+    """modes of torch.compile, and eager; those that make CUDA graphs are left out without a CUDA device"""
+    seeds: tuple[int, ...] = (1,)
+    """one round for each seed"""
+    run_dir: Path = Path("runs/modes")
+    """folder for the runs; an earlier one of the same algorithm is deleted"""
+    results: Path = ROOT / "results"
+    """folder that receives <machine>/modes/<algo>.json"""
+
+
+def measure(args, algo):
+    """Speed and warm-up of each mode, a list over seeds of each."""
+    modes = [mode for mode in args.modes if torch.cuda.is_available() or mode not in NEED_CUDA]
+    programs = {mode: ["turns.py", f"{algo}_torchcompile", *MODES[mode]] for mode in modes}
+    settings = run.RunArgs(total_timesteps=run.DEFAULTS[algo].quick_steps, flags=run.DEFAULTS[algo].flags)
+    summaries = run.run_programs(algo, programs, args.seeds, args.run_dir / algo, settings)
+    columns = {"steps_per_second": "steady_sps", "warmup_seconds": "warmup_seconds"}
+    return {
+        name: {mode: [summary[key] for summary in own] for mode, own in summaries.items()}
+        for name, key in columns.items()
+    }
+
+
+def rows(data):
+    """The rows of one algorithm's results."""
+    name = named(data["algo"], run.DEFAULTS[data["algo"]].env_id)
+    speeds, warmups = data["steps_per_second"], data["warmup_seconds"]
+    lines = []
+    for mode in MODES:
+        if mode not in speeds:
+            lines.append([name, mode, "not measured", "", ""])
+            continue
+        ratios = [own / other for own, other in zip(speeds[mode], speeds["default"], strict=True)]
+        columns = [(speeds[mode], "{:.0f}"), (ratios, "{:.2f}"), (warmups[mode], "{:.0f}")]
+        lines.append([name, mode, *(run.spread(values, form) for values, form in columns)])
+    return lines
+
+
+def table(results):
+    """A Markdown table for each machine that has been measured."""
+    parts = []
+    for folder in sorted(results.glob("*/modes")):
+        paths = [folder / f"{algo}.json" for algo in run.DEFAULTS]
+        measured = [json.loads(path.read_text()) for path in paths if path.exists()]
+        lines = [row for data in measured for row in rows(data)]
+        parts.append(Table(f"{where(measured[0]['machine'])}:", HEADER, lines).markdown())
+    return "\n\n".join(parts) or Table("", HEADER, [["all", "all", "not measured", "", ""]]).markdown()
+
+
+def main(args):
+    run.check("algos", args.algos, run.DEFAULTS)
+    run.check("modes", args.modes, MODES)
+    if "default" not in args.modes:
+        args.modes = ("default", *args.modes)
+    for algo in args.algos:
+        this = machine()
+        path = args.results / slug(this) / "modes" / f"{algo}.json"
+        store(path, {"algo": algo, "seeds": args.seeds, "machine": this} | measure(args, algo))
+    print(table(args.results))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
