@@ -1,0 +1,50 @@
+"""Write a copy of a script with a bug in it, to practise on: doc/debugging.md finds them.
+
+    python doc/examples/debugging/plant.py first runs/first.py
+
+The bugs are `first`, `second` and `third`: two in PPO for continuous actions, one in PPO for Atari. They stand below in
+plain text: do not look before you have found them.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+BUGS = {  # the script, a text that is there once, and what becomes of it
+    "first": (
+        "ppo_continuous_action_torchcompile.py",
+        "policy_loss = -torch.min(",
+        "policy_loss = torch.min(",
+    ),
+    "second": (
+        "ppo_continuous_action_torchcompile.py",
+        'errors = (values - columns["returns"]).square()',
+        'errors = (values[:, None] - columns["returns"]).square()',
+    ),
+    "third": (
+        "ppo_atari_envpool_torchcompile.py",
+        "        obs, rewards, terminated, truncated, infos = self.pool.recv()\n",
+        "        obs, rewards, terminated, truncated, infos = self.pool.recv()\n        obs = obs[:, [2, 0, 3, 1]]\n",
+    ),
+}
+
+
+def planted(name):
+    """The text of the script with the bug `name`."""
+    script, old, new = BUGS[name]
+    source = (ROOT / "leanrl" / script).read_text()
+    if source.count(old) != 1:
+        raise ValueError(f"{script}: {source.count(old)} places, not one, with this text: {old}")
+    return source.replace(old, new)
+
+
+def main(name="", path=""):
+    if name not in BUGS or not path:
+        print(f"error: {name or 'no name'}: give one of {', '.join(BUGS)}, and a file to write", file=sys.stderr)
+        raise SystemExit(2)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(planted(name))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,32 @@
+"""The advantages in the policy's loss still depend on the critic: it learns to make its actions look bad or good."""
+
+import torch
+from torch import nn
+from torch.distributions import Categorical
+
+
+def setting():
+    torch.manual_seed(0)
+    return nn.Linear(3, 2), nn.Linear(3, 1), torch.randn(8, 3), torch.randint(2, (8,)), torch.randn(8)
+
+
+def broken():
+    """The gradient that the critic gets from the policy's loss."""
+    actor, critic, obs, actions, returns = setting()
+    advantages = returns - critic(obs).squeeze(-1)
+    log_prob = Categorical(logits=actor(obs)).log_prob(actions)
+    (-(log_prob * advantages).mean()).backward()
+    return critic.weight.grad
+
+
+def mended():
+    actor, critic, obs, actions, returns = setting()
+    with torch.no_grad():
+        advantages = returns - critic(obs).squeeze(-1)
+    log_prob = Categorical(logits=actor(obs)).log_prob(actions)
+    (-(log_prob * advantages).mean()).backward()
+    return critic.weight.grad
+
+
+def is_right(gradient):
+    return gradient is None

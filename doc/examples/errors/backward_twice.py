@@ -1,0 +1,32 @@
+"""The values of a rollout are learnt from in two epochs, through the graph that the rollout has left."""
+
+import torch
+from torch import nn
+
+ERROR = (RuntimeError, "Trying to backward through the graph a second time")
+
+
+def setting():
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    return critic, torch.optim.SGD(critic.parameters(), 0.1), torch.randn(8, 3), torch.randn(8)
+
+
+def broken():
+    critic, optimizer, obs, returns = setting()
+    values = critic(obs).squeeze(-1)  # while acting
+    for _ in range(2):
+        loss = (values - returns).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def mended():
+    critic, optimizer, obs, returns = setting()
+    for _ in range(2):
+        values = critic(obs).squeeze(-1)  # with the weights of now
+        loss = (values - returns).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()

@@ -1,0 +1,17 @@
+"""Actions go to the environment with their graph attached."""
+
+import torch
+from torch import nn
+
+ERROR = (RuntimeError, r"Can't call numpy\(\) on Tensor that requires grad")
+
+
+def broken():
+    actor = nn.Linear(3, 2)
+    return actor(torch.zeros(1, 3)).numpy()
+
+
+def mended():
+    actor = nn.Linear(3, 2)
+    with torch.no_grad():  # better than .detach(): no graph is made at all
+        return actor(torch.zeros(1, 3)).numpy()

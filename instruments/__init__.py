@@ -1,0 +1,1 @@
+"""Instruments that watch a run of a script from outside: `python -m instruments --help`."""

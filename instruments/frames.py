@@ -1,0 +1,111 @@
+"""What an Atari policy sees."""
+
+import sys
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+from tqdm import tqdm
+
+from instruments.instrument import Instrument, policy_of
+
+STEPS = 8
+FRAME_INCHES = 1.1
+
+
+class FrameDump(Instrument):
+    """Draws the input of the first convolution for steps of the first game that follow each other, a row each.
+
+    Frames stand in the order of their channels, the newest last. Then each row is the one above, shifted by one frame;
+    where it is not, a line says so.
+    """
+
+    def __init__(self, interval):
+        self.interval = interval
+
+    def prepare(self, script, args):
+        super().prepare(script, args)
+        if not hasattr(script, "make_games"):
+            print("error: --dump-frames: only Atari has frames; leave this out", file=sys.stderr)
+            raise SystemExit(2)
+
+    def start(self, run):
+        super().start(run)
+        self.next = run.step
+        self.stacks = None
+
+    def log(self, losses):
+        if self.run.step >= self.next and self.stacks is None:
+            self.next = self.run.step + self.interval
+            self.record()
+
+    def record(self):
+        """Keep the first game's observations of the next steps, then draw them."""
+        step = self.run.envs.step
+        self.stacks = []
+
+        def recording(actions):
+            results = step(actions)
+            self.stacks.append((results[0][0].copy(), bool(results[-1]["is_reset"][0])))
+            if len(self.stacks) == STEPS:
+                self.run.envs.step = step
+                self.finish()
+                self.stacks = None
+            return results
+
+        self.run.envs.step = recording
+
+    def finish(self):
+        obs, resets = zip(*self.stacks, strict=True)
+        inputs = first_inputs(policy_of(self.script, self.run), torch.as_tensor(np.stack(obs)))
+        folder = self.run.folder / "frames"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{self.run.step}.png"
+        draw(inputs, resets, path)
+        if not in_order(inputs, resets):
+            warning = f"warning: step {self.run.step}: frames are out of order: a step does not show those of the step"
+            tqdm.write(f"{warning} before, moved by one channel; see {path}", file=sys.stderr)
+
+
+def first_inputs(policy, obs):
+    """What the first convolution of `policy` gets for `obs`, (n, 4, 84, 84): numpy, as it is."""
+    seen = []
+    convolution = next(module for module in policy.modules() if isinstance(module, nn.Conv2d))
+    hook = convolution.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        policy(obs)
+    hook.remove()
+    return seen[0].numpy()
+
+
+def in_order(inputs, resets):
+    """Whether most stacks, (n, 4, ...), have the frames of the stack before, one channel further towards the oldest.
+
+    The first stacks of episodes do not count, nor do those in which nothing moves.
+    """
+    moves = [
+        np.array_equal(after[:-1], before[1:])
+        for before, after, reset in zip(inputs, inputs[1:], resets[1:], strict=False)
+        if not reset and (after != after[:1]).any()
+    ]
+    return not moves or np.mean(moves) > 0.5
+
+
+def draw(inputs, resets, path):
+    """Write a sheet: a row for each of `inputs`, (n, frames, height, width), a column for each frame."""
+    rows, columns = inputs.shape[:2]
+    figure = Figure(figsize=(FRAME_INCHES * (columns + 1), FRAME_INCHES * (rows + 1)), layout="constrained")
+    all_axes = figure.subplots(rows, columns)
+    low, high = inputs.min(), inputs.max()
+    for row in range(rows):
+        for column in range(columns):
+            axes = all_axes[row, column]
+            axes.imshow(inputs[row, column], cmap="gray", vmin=low, vmax=high, interpolation="nearest")
+            axes.set(xticks=[], yticks=[])
+        all_axes[row, 0].set_ylabel(f"step {row}\n(reset)" if resets[row] else f"step {row}")
+    for column in range(columns):
+        place = {0: "\noldest", columns - 1: "\nnewest"}.get(column, "\n")
+        all_axes[0, column].set_title(f"channel {column}{place}", fontsize=9)
+    figure.suptitle(f"input of the first convolution: {low:.2f} to {high:.2f}", fontsize=10)
+    figure.savefig(path, dpi=100)

@@ -1,0 +1,200 @@
+"""Norms of gradients and weights, layer by layer, and traps for gradients that are zero, explode or are not finite."""
+
+import math
+import statistics
+import sys
+from collections import Counter, deque
+
+import torch
+from tqdm import tqdm
+
+from instruments.instrument import Instrument, Pace
+
+HISTORY = 20  # looks that say what norm is usual
+EXPLODES = 1000.0  # times the usual norm
+ZERO_LOOKS = 3  # in a row, before a warning
+
+
+class GradientWatch(Instrument):
+    """Logs, at intervals, `gradients/<layer>` and `weights/<layer>`, norms; `update_ratios/<layer>`, the norm of the
+    last change over that of the weights; and histograms of gradients and weights.
+
+    A layer whose gradient is zero for some looks is named once. Where a norm is infinite, NaN or a thousand times what
+    is usual, the run ends with exit code 1, and its last checkpoint is kept. Gradients are as the optimiser gets them:
+    PPO's are clipped by then, so there `grad_norm` among the losses is watched as well.
+    """
+
+    def prepare(self, script, args):
+        super().prepare(script, args)
+        if hasattr(script, "Adam"):  # before it is compiled or captured
+            script.Adam = keeping(script.Adam)
+
+    def start(self, run):
+        super().start(run)
+        self.numbers = Pace()
+        self.histograms = Pace()
+        self.usual = {}
+        self.zeros = Counter()
+        learner = run.learner
+        self.sources = {}
+        for name, optimizer in learner.optimizers.items():
+            source = FlatLayers if hasattr(optimizer, "gradient") else ModuleLayers
+            self.sources[name] = source(self.script, learner, name)
+
+    def log(self, losses):
+        bad = any(not math.isfinite(value) for value in losses.values())
+        if bad or self.numbers.due:
+            with self.numbers:
+                self.look(losses)
+        if self.histograms.due:
+            with self.histograms:
+                self.write_histograms()
+
+    def layers(self):
+        """Gradient, weights and the last change of these by layer; before a first step changes are NaN."""
+        layers = {}
+        for source in self.sources.values():
+            layers |= source.layers()
+        return layers
+
+    def look(self, losses):
+        names, norms = [], []
+        for name, tensors in self.layers().items():
+            names.append(name)
+            norms += [tensor.norm() for tensor in tensors]
+        if not names:
+            return
+        rows = torch.stack(norms).view(len(names), 3).tolist()  # the one wait for the device
+        self.trap_not_finite({name: row[0] for name, row in zip(names, rows, strict=True)})
+        stepped = {name: row for name, row in zip(names, rows, strict=True) if not math.isnan(row[2])}
+        gradients = {name: gradient for name, (gradient, _, _) in stepped.items()}
+        self.trap_explosion(gradients, losses)
+        self.trap_zero(gradients)
+        for name, (gradient, weights, change) in stepped.items():
+            self.write("gradients", name, gradient)
+            self.write("weights", name, weights)
+            if weights > 0:
+                self.write("update_ratios", name, change / weights)
+
+    def write(self, kind, name, value):
+        self.run.writer.add_scalar(f"{kind}/{name}", value, self.run.step)
+
+    def write_histograms(self):
+        for name, (gradient, weights, _) in self.layers().items():
+            if gradient.isfinite().all():
+                self.run.writer.add_histogram(f"gradients/{name}", gradient, self.run.step)
+            self.run.writer.add_histogram(f"weights/{name}", weights, self.run.step)
+
+    def trap_not_finite(self, gradients):
+        said = []
+        for network in self.sources:
+            layers = [name for name in gradients if name.split(".")[0] == network]
+            bad = [name for name in layers if not math.isfinite(gradients[name])]
+            said += [f"all layers of {network}"] if len(bad) == len(layers) > 1 else bad
+        if said:
+            self.run.refuse_to_go_on(f"not finite is the gradient of {', '.join(said)}")
+
+    def trap_explosion(self, gradients, losses):
+        watched = dict(gradients)
+        if "grad_norm" in losses:
+            watched["all layers before clipping"] = losses["grad_norm"]
+        for name, norm in watched.items():
+            past = self.usual.setdefault(name, deque(maxlen=HISTORY))
+            usual = statistics.median(past) if len(past) > HISTORY // 4 else 0
+            if usual > 0 and norm > EXPLODES * usual:
+                largest = max(gradients, key=gradients.get)
+                what = f"the gradient of {name} explodes: its norm is {norm:.3g}, {usual:.3g} was usual"
+                self.run.refuse_to_go_on(f"{what}; the largest layer is {largest}")
+            past.append(norm)
+
+    def trap_zero(self, gradients):
+        for name, norm in gradients.items():
+            self.zeros[name] = self.zeros[name] + 1 if norm == 0 else 0
+            if self.zeros[name] == ZERO_LOOKS:
+                where = f"warning: step {self.run.step}: the gradient of {name} is zero"
+                tqdm.write(f"{where}: nothing that this layer does reaches the loss", file=sys.stderr)
+
+
+def keeping(adam):
+    """A script's Adam, but it keeps the newest gradient; or the first one that was not finite, for all that follow."""
+
+    class KeepingAdam(adam):
+        def __init__(self, weights, lr):
+            super().__init__(weights, lr)
+            self.weights = weights
+            self.gradient = torch.zeros_like(weights)
+
+        def step(self, weights, gradient):
+            intact = self.gradient.isfinite().all()
+            self.gradient.copy_(torch.where(intact, gradient, self.gradient))
+            super().step(weights, gradient)
+
+        def tensors(self):
+            own = super().tensors()
+            return {name: own[name] for name in own.keys() - {"weights", "gradient"}}
+
+    return KeepingAdam
+
+
+class FlatLayers:
+    """The layers of an optimiser that `keeping` made: pieces of its flat vectors, which CUDA graphs write too."""
+
+    def __init__(self, script, learner, name):
+        self.script = script
+        self.optimizer = learner.optimizers[name]
+        self.name = name
+        weights = self.optimizer.weights
+        networks = learner.tensors()["networks"].get(name, {})
+        memory = weights.untyped_storage().data_ptr()
+        self.places = {
+            f"{name}.{layer}": (view.shape, view.stride(), view.storage_offset())
+            for layer, view in networks.items()
+            if view.untyped_storage().data_ptr() == memory  # not a buffer
+        }
+
+    def layers(self):
+        optimizer = self.optimizer
+        correction1, correction2 = (1 - optimizer.decay).unbind()
+        change = optimizer.lr * (optimizer.m / correction1) / ((optimizer.v / correction2).sqrt() + self.script.EPS)
+        vectors = (optimizer.gradient, optimizer.weights, change.float())
+        if not self.places:
+            return {self.name: vectors}
+        return {layer: [x.as_strided(*place) for x in vectors] for layer, place in self.places.items()}
+
+
+class ModuleLayers:
+    """The layers of a torch.optim.Adam, whose gradients are kept when it steps: other losses add to them later."""
+
+    def __init__(self, script, learner, name):
+        self.optimizer = learner.optimizers[name]
+        (group,) = self.optimizer.param_groups
+        parameters = group["params"]
+        network = learner.networks().get(name)
+        names = {p: f"{name}.{layer}" for layer, p in network.named_parameters()} if network else {}
+        self.names = [names.get(p, name) for p in parameters]
+        self.gradients = {p: torch.zeros_like(p) for p in parameters}
+        self.optimizer.register_step_pre_hook(self.keep)
+
+    def keep(self, *_):
+        for parameter, gradient in self.gradients.items():
+            gradient.zero_() if parameter.grad is None else gradient.copy_(parameter.grad)
+
+    @torch.no_grad()
+    def layers(self):
+        triples = [
+            (gradient, parameter.detach(), self.last_change(parameter))
+            for parameter, gradient in self.gradients.items()
+        ]
+        return dict(zip(self.names, triples, strict=True))
+
+    def last_change(self, parameter):
+        """What the last step has subtracted; NaN before the first one, 0 for what never had a gradient."""
+        if not self.optimizer.state:
+            return torch.full_like(parameter, math.nan)
+        state = self.optimizer.state.get(parameter)
+        if not state:
+            return torch.zeros_like(parameter)
+        (group,) = self.optimizer.param_groups
+        correction1, correction2 = (1 - beta ** float(state["step"]) for beta in group["betas"])
+        root = (state["exp_avg_sq"] / correction2).sqrt() + group["eps"]
+        return group["lr"] * (state["exp_avg"] / correction1) / root

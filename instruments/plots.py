@@ -1,0 +1,101 @@
+"""Draw runs side by side: episodic return, with a random policy's as a dashed line, and whatever else was logged.
+
+    python -m instruments.plots runs/ONE runs/OTHER --tags losses/entropy "gradients/actor.*" --output runs.png
+
+The random policy is that of --random-baseline. Returns are means over 20 episodes.
+"""
+
+import fnmatch
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+from matplotlib.figure import Figure
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito (2008)
+LINES = ("-", "--", "-.", ":")
+RETURN = "charts/episodic_return"
+EPISODES = 20
+
+
+@dataclass
+class Args:
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """folders of runs"""
+    tags: tuple[str, ...] = ()
+    """names of what TensorBoard shows, with * for any letters; each gets a panel"""
+    labels: tuple[str, ...] = ()
+    """names of the runs in the legend (by default those of their folders)"""
+    output: Path = Path("runs.png")
+    """PNG or SVG file to write"""
+
+
+def series(events, tag):
+    """Steps and values of a tag."""
+    scalars = events.Scalars(tag)
+    return np.array([scalar.step for scalar in scalars]), np.array([scalar.value for scalar in scalars])
+
+
+def smooth(values):
+    """Means over the EPISODES values up to each, fewer at the beginning."""
+    sums = np.cumsum(values)
+    sums[EPISODES:] -= sums[:-EPISODES].copy()
+    return sums / np.minimum(np.arange(len(values)) + 1, EPISODES)
+
+
+def random_return(folder):
+    """What a random policy got, if the run has measured it."""
+    path = folder / "summary.json"
+    return json.loads(path.read_text()).get("random_return") if path.exists() else None
+
+
+def draw_run(all_axes, folder, events, tags, label, colour):
+    """Draw one run into all panels."""
+    known = events.Tags()["scalars"]
+    if RETURN in known:
+        steps, returns = series(events, RETURN)
+        all_axes[0].plot(steps, smooth(returns), color=colour, label=label)
+    baseline = random_return(folder)
+    if baseline is not None:
+        all_axes[0].axhline(baseline, color=colour, linestyle="--", linewidth=1, label=f"{label}: random policy")
+    for axes, pattern in zip(all_axes[1:], tags, strict=True):
+        for i, tag in enumerate(fnmatch.filter(known, pattern)):
+            name = label if tag == pattern else f"{label}: {tag.partition('/')[2]}"
+            axes.plot(*series(events, tag), color=colour, linestyle=LINES[i % len(LINES)], label=name)
+
+
+def draw(args):
+    """Write the picture."""
+    tags = args.tags
+    figure = Figure(figsize=(5 * (1 + len(tags)), 4), layout="constrained")
+    all_axes = figure.subplots(1, 1 + len(tags), squeeze=False)[0]
+    for axes, name in zip(all_axes, ("episodic return", *tags), strict=True):
+        axes.set(xlabel="environment steps", title=name)
+        axes.grid(alpha=0.3)
+    labels = args.labels or [folder.name for folder in args.runs]
+    for i, (folder, label) in enumerate(zip(args.runs, labels, strict=True)):
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+        draw_run(all_axes, folder, events, tags, label, COLOURS[i % len(COLOURS)])
+    for axes in all_axes:
+        if axes.lines:
+            axes.legend(fontsize=8)
+    figure.savefig(args.output, dpi=120)
+
+
+def main(args):
+    for folder in args.runs:
+        if not list(folder.glob("events.out.*")):
+            print(f"error: runs {folder}: no TensorBoard events in there; give folders of runs", file=sys.stderr)
+            raise SystemExit(2)
+    if args.labels and len(args.labels) != len(args.runs):
+        print(f"error: --labels {' '.join(args.labels)}: give one for each of {len(args.runs)} runs", file=sys.stderr)
+        raise SystemExit(2)
+    draw(args)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, prog="python -m instruments.plots", description=__doc__))

@@ -1,0 +1,67 @@
+"""Where the time of steady training goes."""
+
+import sys
+
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+from instruments.instrument import Instrument
+
+STEPS = 20
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+
+
+class Profile(Instrument):
+    """Records the last 20 vector steps before a log, once training is steady: PPO's with the update that follows.
+
+    Writes trace.json, for chrome://tracing or ui.perfetto.dev, and prints the ten dearest operators, and on CUDA how
+    often the host waited.
+    """
+
+    profiler = None
+    done = False
+
+    def prepare(self, script, args):
+        super().prepare(script, args)
+        self.interval = getattr(script, "LOG_INTERVAL", None) or args.num_steps  # vector steps
+
+    def log(self, losses):
+        if self.profiler:
+            self.finish()
+        elif not self.done and getattr(self.run.learner, "stage", "training") == "training":
+            self.done = True
+            self.wait(self.interval - STEPS)
+
+    def wait(self, steps):
+        """Begin to record after so many calls of `run.advance`, one for each vector step."""
+        advance = self.run.advance
+        calls = 0
+
+        def counting(*inputs):
+            nonlocal calls
+            calls += 1
+            if calls > steps:
+                self.run.advance = advance
+                self.begin()
+            advance(*inputs)
+
+        self.run.advance = counting
+
+    def begin(self):
+        on_cuda = self.run.learner.device.type == "cuda"
+        self.order = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+        self.profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda])
+        self.profiler.__enter__()
+
+    def finish(self):
+        self.profiler.__exit__(None, None, None)
+        path = self.run.folder / "trace.json"
+        self.profiler.export_chrome_trace(str(path))
+        operators = self.profiler.key_averages()
+        table = operators.table(sort_by=self.order, row_limit=10, max_name_column_width=50)
+        lines = [f"{path}: {STEPS} steps", table]
+        if self.run.learner.device.type == "cuda":
+            waits = {operator.key: operator.count for operator in operators if operator.key in WAITS}
+            lines.append(f"host waits: {waits or 'none'}")
+        tqdm.write("\n".join(lines), file=sys.stderr)
+        self.profiler = None

@@ -1,0 +1,389 @@
+"""Instruments change nothing in a run, report what is there, and catch what is planted."""
+
+import contextlib
+import itertools
+import json
+import math
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    ALGORITHMS,
+    ATARI,
+    PLAIN,
+    TURBO,
+    Countdown,
+    assert_same_state,
+    leaves,
+    load_copy,
+    make_learner,
+    scalars,
+)
+from emulated_cuda import emulated_cuda
+from test_training_on_cuda import SIZES
+
+from instruments import __main__ as command
+from instruments import instrument, plots
+from instruments.baseline import RandomBaseline
+from instruments.frames import FrameDump, in_order
+from instruments.gradients import GradientWatch, keeping
+from instruments.profiler import Profile
+from instruments.videos import VideoOnDemand
+
+SCRIPTS = {"plain": PLAIN, "turbo": TURBO}
+
+
+class Spoilt(Countdown):
+    """Countdown whose reward is NaN once, in step 150."""
+
+    total = 0
+
+    def step(self, action):
+        obs, reward, *rest = super().step(np.nan_to_num(action))  # as most environments do without a check
+        self.total += 1
+        return obs, math.nan if self.total == 150 else reward, *rest
+
+
+gym.register("Spoilt-v0", entry_point=Spoilt)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Instruments look at each log, whatever it costs."""
+    monkeypatch.setattr(instrument, "SHARE", math.inf)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A function that loads a fresh copy of a turbo or plain script, with edits: instruments change the module."""
+
+    def load(name, kind="turbo", *edits):
+        script = SCRIPTS[kind][name]
+        with open(script.__file__) as file:
+            source = file.read()
+        for old, new in edits:
+            assert source.count(old) == 1, old
+            source = source.replace(old, new)
+        module = load_copy(script.SCRIPT, source, tmp_path)
+        module.LOG_INTERVAL = 10
+        return module
+
+    return load
+
+
+def train(script, folder, instruments, **flags):
+    """Train with instruments; returns the run's folder, also where the run has ended itself, and its exit code."""
+    command.attach(script, instruments)
+    code = 0
+    try:
+        script.train(script.Args(run_dir=str(folder), **flags))
+    except SystemExit as stop:
+        code = stop.code
+    (run,) = folder.glob("*/")
+    return run, code
+
+
+def state(folder):
+    return torch.load(folder / "checkpoint.pt")["learner"]
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_watched_run_learns_the_same(name, kind, copy, tmp_path, always):
+    instruments = [GradientWatch(), RandomBaseline(1), Profile()]
+    instruments += [FrameDump(10)] if name in ATARI else [VideoOnDemand()]
+    watched, _ = train(copy(name, kind), tmp_path / "watched", instruments, **SIZES[name])
+    alone, _ = train(copy(name, kind), tmp_path / "alone", [], **SIZES[name])
+    assert_same_state(dict(leaves(state(watched))), dict(leaves(state(alone))))
+    assert scalars(watched, "charts/random_return")
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if not name.startswith("ppo")])
+def test_each_layer_is_there_with_its_last_change(name, copy, tmp_path, always):
+    """What a step has changed is by what weights have moved since the last log. An update of PPO is many steps."""
+    seen = {}
+
+    class Keep(GradientWatch):
+        def look(self, losses):
+            layers = {layer: [x.clone() for x in tensors] for layer, tensors in self.layers().items()}
+            seen.setdefault(self.run.learner.updates, layers)
+
+    script = copy(name)
+    script.LOG_INTERVAL = 1
+    train(script, tmp_path / "run", [Keep()], **SIZES[name])
+    learner = make_learner(TURBO[name])
+    networks = learner.tensors()["networks"]
+    wanted = set()
+    for key in learner.optimizers:
+        layers = [layer for layer in networks.get(key, {}) if layer.endswith(("weight", "bias"))]
+        buffers = ("bias", "scale", "low", "high")  # of an actor
+        wanted |= {f"{key}.{layer}" for layer in layers if layer not in buffers} or {key}
+    moved = 0
+    for before, after in itertools.pairwise(sorted(seen)):
+        assert seen[after].keys() == wanted
+        for layer, (_, weights, change) in seen[after].items():
+            several_steps = layer.startswith(("actor", "alpha")) and name != "sac_atari"
+            if after - before == 1 and not several_steps and not change.isnan().any():
+                torch.testing.assert_close(seen[before][layer][1] - weights, change, rtol=1e-3, atol=1e-6)
+                moved += 1
+    assert moved
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_gradients_are_those_of_the_step(kind, copy, tmp_path, always):
+    """After the first step Adam's first moment is a tenth of the gradient."""
+    found = []
+
+    class Keep(GradientWatch):
+        def look(self, losses):
+            for layer, (gradient, _, change) in self.layers().items():
+                if layer.startswith("critics") and self.run.learner.updates == 1:
+                    found.append((gradient.clone(), change.clone()))
+
+    script = copy("sac", kind)
+    script.LOG_INTERVAL = 1
+    train(script, tmp_path / "run", [Keep()], **SIZES["sac"])
+    assert found
+    for gradient, change in found:  # the first step of Adam is lr * gradient / (|gradient| + eps)
+        torch.testing.assert_close(change, 1e-3 * gradient / (gradient.abs() + 1e-8), rtol=1e-3, atol=1e-8)
+
+
+CUT = (
+    "return self.net(torch.cat((obs, actions), -1))",
+    "return self.net[4](self.net[:4](torch.cat((obs, actions), -1)).detach())",
+)
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_layers_without_a_gradient_are_named_once(kind, copy, tmp_path, capsys, always):
+    _, code = train(copy("sac", kind, CUT), tmp_path / "run", [GradientWatch()], **SIZES["sac"])
+    assert code == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    named = [line.split("gradient of ")[1].split(" ")[0] for line in lines]
+    cut = {f"critics.{i}.net.{j}.{kind}" for i in (0, 1) for j in (0, 2) for kind in ("weight", "bias")}
+    assert sorted(named) == sorted(cut)
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_an_intact_run_gets_no_warning(kind, copy, tmp_path, capsys, always):
+    _, code = train(copy("sac", kind), tmp_path / "run", [GradientWatch()], **SIZES["sac"] | {"autotune": False})
+    assert code == 0 and "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cudagraphs", [False, True])
+def test_exploding_gradients_end_the_run(cudagraphs, copy, tmp_path, capsys, always):
+    """The loss of the critics grows by a fifth in each update."""
+    growing = "        self.growth.mul_(1.2)\n        loss = self.growth * (q - target)"
+    scalars = "        self.scalars = Scalars(device)\n"
+    edits = [
+        ("        loss = (q - target)", growing),
+        (scalars, f"{scalars}        self.growth = torch.ones((), device=device)\n"),
+    ]
+    flags = SIZES["sac"] | {"total_timesteps": 400, "checkpoint_interval": 50, "cudagraphs": cudagraphs}
+    with emulated_cuda() if cudagraphs else contextlib.nullcontext():
+        run, code = train(copy("sac", "turbo", *edits), tmp_path / "run", [GradientWatch()], **flags)
+    assert code == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert "the gradient of critics." in line and "explodes" in line and "checkpoint.pt is from before" in line
+    step = int(line.split("step ")[1].split(":")[0])
+    checkpoint = torch.load(run / "checkpoint.pt")
+    assert step - 50 <= checkpoint["global_step"] < step
+    assert all(x.isfinite().all() for _, x in leaves(checkpoint["learner"]["networks"]))
+
+
+@pytest.mark.parametrize("name", ["sac", "td3"])
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_a_reward_that_is_nan_ends_the_run_and_names_the_layers(name, kind, copy, tmp_path, capsys, always):
+    flags = SIZES[name] | {"env_id": "Spoilt-v0", "total_timesteps": 400, "checkpoint_interval": 20}
+    run, code = train(copy(name, kind), tmp_path / "run", [GradientWatch()], **flags)
+    assert code == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert "not finite is the gradient of" in line and "all layers of critics" in line
+    checkpoint = torch.load(run / "checkpoint.pt")
+    assert all(x.isfinite().all() for _, x in leaves(checkpoint["learner"]["networks"]))
+
+
+def test_one_layer_that_is_not_finite_is_named(copy, tmp_path, capsys, always):
+    """Square roots of 0 in the critics: their derivative is infinite, and times 0 that is NaN, for one bias alone."""
+    zero = "0 * self.net[0].bias.sub(self.net[0].bias).sqrt()"
+    spoilt = f"return self.net[4](self.net[:4](torch.cat((obs, actions), -1)) + {zero})"
+    _, code = train(copy("sac", "turbo", (CUT[0], spoilt)), tmp_path / "run", [GradientWatch()], **SIZES["sac"])
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert code == 1 and "critics.0.net.0.bias, critics.1.net.0.bias, " in line and "layers of critics" not in line
+
+
+def test_the_first_gradient_that_is_not_finite_is_kept():
+    """Later ones would not tell any more which layers were the first."""
+    script = TURBO["sac"]
+    weights = torch.zeros(4)
+    optimizer = keeping(script.Adam)(weights, 0.1)
+    for gradient in ([1.0, 2.0, 3.0, 4.0], [1.0, math.nan, 3.0, 4.0], [math.nan] * 4):
+        optimizer.step(weights, torch.tensor(gradient))
+    assert optimizer.gradient.isnan().tolist() == [False, True, False, False]
+    assert optimizer.tensors().keys() == script.Adam(weights, 0.1).tensors().keys()
+
+
+@pytest.mark.parametrize("name", TURBO)
+def test_gradients_are_read_from_what_cuda_graphs_write(name, copy, tmp_path, always):
+    """On the emulated device, with and without graphs, at once and late: the same norms at each log."""
+    logged = []
+    tags = None
+    for cudagraphs, late in ((False, False), (True, False), (True, True)):
+        with emulated_cuda(late):
+            folder = tmp_path / f"{cudagraphs}-{late}"
+            flags = SIZES[name] | {"cudagraphs": cudagraphs}
+            run, _ = train(copy(name), folder, [GradientWatch()], **flags)
+        tags = tags or [f"gradients/{layer}" for layer in first_layers(name)]
+        logged.append({tag: scalars(run, tag) for tag in tags})
+    assert all(len(values) > 1 for values in logged[0].values())
+    assert logged[0] == logged[1] == logged[2]
+
+
+def first_layers(name):
+    key = next(iter(make_learner(TURBO[name]).optimizers))
+    networks = make_learner(TURBO[name]).tensors()["networks"][key]
+    return [f"{key}.{layer}" for layer in networks if layer.endswith("weight")]
+
+
+def test_nothing_waits_outside_of_logs(copy, tmp_path, monkeypatch):
+    """With a pace that never lets it look again, a watched run waits for the device as often as one alone, but once."""
+    monkeypatch.setattr(instrument, "SHARE", 1e-12)
+    waits = []
+    for watching in (False, True):
+        with emulated_cuda() as device:
+            flags = SIZES["sac"] | {"cudagraphs": True, "total_timesteps": 300}
+            train(copy("sac"), tmp_path / str(watching), [GradientWatch()] * watching, **flags)
+            waits.append(device.counts["waits"])
+    histograms = 2 * len(first_layers("sac"))
+    assert 0 < waits[1] - waits[0] < 20 * histograms  # one look and one set of histograms, whatever the run's length
+
+
+def test_the_random_baseline_goes_to_bar_summary_and_plot(copy, tmp_path, capsys):
+    flags = SIZES["dqn"] | {"env_id": "FourActions-v0", "total_timesteps": 200}
+    run, _ = train(copy("dqn"), tmp_path / "run", [RandomBaseline(50)], **flags)
+    mean = json.loads((run / "summary.json").read_text())["random_return"]
+    assert 20 * 1.0 < mean < 20 * 2.0  # each action is its own reward, 0 to 3, for 20 steps
+    assert f"mean return {mean:.2f} over 50 episodes" in (err := capsys.readouterr().err)
+    assert "random_return=" in err
+    assert set(scalars(run, "charts/random_return")) == {np.float32(mean)}
+    axes = []
+
+    class Axes:
+        def plot(self, *args, **kwargs):
+            axes.append(kwargs)
+
+        def axhline(self, y, **kwargs):
+            axes.append(kwargs | {"y": y})
+
+    events = plots.EventAccumulator(str(run)).Reload()
+    plots.draw_run([Axes()], run, events, (), "run", "black")
+    assert axes[-1]["linestyle"] == "--" and axes[-1]["y"] == mean
+
+
+def test_plots(copy, tmp_path):
+    run, _ = train(copy("dqn"), tmp_path / "run", [], **SIZES["dqn"])
+    plots.main(plots.Args(runs=(run,), tags=("losses/*",), labels=("one",), output=tmp_path / "plot.png"))
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+    assert np.allclose(plots.smooth(np.arange(50.0))[[0, 1, 30]], [0, 0.5, 20.5])
+
+
+def test_a_file_asks_for_a_video(copy, tmp_path, capsys):
+    class Ask(VideoOnDemand):
+        def log(self, losses):
+            if not self.asked:
+                self.request.touch()
+            self.asked = True
+            super().log(losses)
+
+        asked = False
+
+    run, code = train(copy("sac"), tmp_path / "run", [Ask()], **SIZES["sac"])
+    alone, _ = train(copy("sac"), tmp_path / "alone", [], **SIZES["sac"])
+    assert_same_state(dict(leaves(state(run))), dict(leaves(state(alone))))
+    assert code == 0 and not (run / "watch").exists()
+    assert len(list(run.glob("videos/step-*/*.mp4"))) == 1
+    assert "an episode of return -" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["sac", "ppo"])
+def test_a_profile_of_twenty_steps(name, copy, tmp_path, capsys):
+    script = copy(name)
+    steps = []
+    if name == "ppo":
+        del script.LOG_INTERVAL
+        flags = SIZES[name] | {"total_timesteps": 200, "num_steps": 32}
+    else:
+        script.LOG_INTERVAL = 30
+        flags = SIZES[name] | {"total_timesteps": 200}
+
+    class Count(Profile):
+        def begin(self):
+            steps.append(self.run.step)
+            super().begin()
+
+        def finish(self):
+            steps.append(self.run.step)
+            super().finish()
+
+    run, _ = train(script, tmp_path / "run", [Count()], **flags)
+    begin, end = steps
+    assert end - begin == 20
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    updates = sum(event["name"] in ("aten::lerp_",) for event in events)
+    assert updates > 0
+    assert "Self CPU" in capsys.readouterr().err
+
+
+SCRAMBLED = (
+    "        obs, rewards, terminated, truncated, infos = self.pool.recv()\n",
+    "        obs, rewards, terminated, truncated, infos = self.pool.recv()\n        obs = obs[:, [2, 0, 3, 1]]\n",
+)
+
+
+def test_a_scrambled_frame_stack_is_noticed(copy, tmp_path, capsys):
+    for edits, warns in (((), False), ((SCRAMBLED,), True)):
+        folder = tmp_path / str(warns)
+        flags = SIZES["ppo_atari"] | {"total_timesteps": 192}
+        run, _ = train(copy("ppo_atari", "turbo", *edits), folder, [FrameDump(50)], **flags)
+        assert len(list(run.glob("frames/*.png"))) >= 2
+        assert ("frames are out of order" in capsys.readouterr().err) == warns
+
+
+def test_order_of_frames():
+    film = np.random.default_rng(0).integers(0, 255, (20, 6, 6))
+    stacks = np.stack([film[t : t + 4] for t in range(8)])
+    resets = [False] * 8
+    assert in_order(stacks, resets)
+    assert not in_order(stacks[:, ::-1], resets)
+    assert not in_order(stacks[:, [1, 0, 2, 3]], resets)
+    assert in_order(stacks[:, ::-1], [True] * 8)  # nothing to compare
+    assert in_order(np.zeros((8, 4, 6, 6)), resets)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--: give a script behind two dashes"),
+        (["--", "leanrl/nothing.py"], "-- leanrl/nothing.py: there is no such file"),
+        (["--", "tests/catch.py"], "-- tests/catch.py: it has no `train` and `main`"),
+        (["--dump-frames", "-1", "--", "leanrl/dqn.py"], "--dump-frames -1: give a number from 0"),
+        (["--dump-frames", "9", "--", "leanrl/dqn.py"], "--dump-frames: only Atari has frames"),
+    ],
+)
+def test_bad_input_gets_one_line(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(command.sys, "argv", ["instruments"])
+    with pytest.raises(SystemExit) as stop:
+        command.main(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith(f"error: {message}")
+
+
+def test_flags_of_the_script_follow_two_dashes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command.sys, "argv", ["instruments"])
+    flags = ["--run-dir", str(tmp_path), "--total-timesteps", "60", "--learning-starts", "20", "--buffer-size", "100"]
+    command.main(["--random-baseline", "2", "--", "leanrl/dqn.py", *flags])
+    (path,) = tmp_path.glob("*/summary.json")
+    summary = json.loads(path.read_text())
+    assert summary["random_return"] > 5 and summary["global_step"] == 60
