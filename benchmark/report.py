@@ -21,6 +21,8 @@ import curves
 import double_buffer
 import figures
 import launches
+import modes as compile_modes
+import overhead
 import scaling
 import tyro
 from figures import named
@@ -213,6 +215,8 @@ def texts(results):
     pages["doc/ppo.md"]["double buffering"] = double_buffer.table(measured)
     pages["doc/speed.md"] = {f"tricks of {algo}": ablation.text(algo, measured) for algo in ablation.TRICKS}
     pages["doc/speed.md"] |= {"scaling": scaling.table(measured), "tips": tip.table(measured)}
+    pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured)}
+    pages["doc/debugging.md"] = {"overhead": overhead.table(measured)}
     pages["doc/speed.md"]["launches"] = launches.table(json.loads(launches.DATA.read_text()))
     return pages
 

@@ -53,8 +53,10 @@ def load(name):
     return module
 
 
-def main(name, *flags):
+def main(name, *flags, attach=lambda script: None):
+    """Train the script `name` in turns; `attach` may change its module before."""
     script = load(name)
+    attach(script)
     args = tyro.cli(script.Args, args=flags)
     args.measure_burnin = 0  # warm-up ends where the first turn begins
     turns, steady_logs = Turns(args.total_timesteps), []

@@ -67,15 +67,16 @@ def attach(script, instruments):
         for instrument in instruments:
             instrument.start(run)
 
-    def on_log(learner, losses, step):
-        for instrument in instruments:
-            instrument.log(losses)
+    def watched(args, on_log=lambda learner, losses, step: None):
+        def log(learner, losses, step):
+            for instrument in instruments:
+                instrument.log(losses)
+            on_log(learner, losses, step)
 
-    def watched(args):
         script.check_args(args)
         for instrument in instruments:
             instrument.prepare(script, args)
-        train(args, on_log, on_start)
+        train(args, log, on_start)
 
     script.train = watched
 

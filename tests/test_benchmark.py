@@ -10,12 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import tyro
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmark"))
 import matrix  # noqa: E402
+import modes  # noqa: E402
 import monitor  # noqa: E402
+import overhead  # noqa: E402
 import run  # noqa: E402
+import turns  # noqa: E402
 
 
 def write(folder, sps, episodic_return=1.0, matmuls="highest"):
@@ -363,3 +367,41 @@ writer.close()
     assert [row[0] for row in curve[:2]] == [100, 200] and [row[2] for row in curve[:2]] == [5.5, 15.5]
     assert all(abs(row[1] - row[0] / 10) < 5 for row in curve)
     assert "| DQN, CartPole-v1 | plain | 1 | 20000 | 1900.5 | | 1 |" in capsys.readouterr().out.splitlines()
+
+
+def test_modes_table():
+    speeds = {"eager": [100.0], "default": [200.0], "max-autotune-no-cudagraphs": [210.0]}
+    warmups = {"eager": [1.0], "default": [20.0], "max-autotune-no-cudagraphs": [30.0]}
+    rows = modes.rows({"algo": "dqn", "steps_per_second": speeds, "warmup_seconds": warmups})
+    assert rows == [
+        ["DQN, CartPole-v1", "eager", "100", "0.50", "1"],
+        ["DQN, CartPole-v1", "default", "200", "1.00", "20"],
+        ["DQN, CartPole-v1", "reduce-overhead", "not measured", "", ""],
+        ["DQN, CartPole-v1", "max-autotune", "not measured", "", ""],
+        ["DQN, CartPole-v1", "max-autotune-no-cudagraphs", "210", "1.05", "30"],
+    ]
+
+
+@pytest.mark.parametrize("algo", run.DEFAULTS)
+def test_scripts_understand_the_flags_of_the_modes(algo):
+    script = turns.load(f"{algo}_torchcompile")
+    for flags in modes.MODES.values():
+        tyro.cli(script.Args, args=flags)
+
+
+def test_overhead_is_a_ratio_to_the_run_alone():
+    speeds = {"none": [100.0, 100.0], "--watch": [99.0, 101.0]}
+    data = {"algo": "sac_continuous_action", "modes": {"eager": speeds}}
+    name = "SAC, HalfCheetah-v5"
+    assert overhead.rows(data) == [[name, "`--watch`", "1.000 (0.990 to 1.010)", *["not measured"] * 3]]
+
+
+def test_watched_programs_train_in_turns(tmp_path):
+    programs = {
+        "none": ["watched.py", "", "dqn"],
+        "both": ["watched.py", "--random-baseline 2 --watch-gradients", "dqn"],
+    }
+    settings = run.RunArgs(total_timesteps=2000, flags="--learning-starts 500 --buffer-size 1000")
+    summaries = run.run_programs("dqn", programs, (1,), tmp_path / "runs", settings)
+    assert "random_return" in summaries["both"][0] and "random_return" not in summaries["none"][0]
+    assert summaries["both"][0]["episodic_return"] == summaries["none"][0]["episodic_return"]

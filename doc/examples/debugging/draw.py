@@ -11,7 +11,7 @@ from plant import ROOT, planted
 
 RUNS = ROOT / "runs" / "debugging"
 ARTIFACTS = ROOT / "doc" / "artifacts"
-CONTINUOUS = "--env-id InvertedPendulum-v5 --total-timesteps 60000"
+CONTINUOUS = "--env-id HalfCheetah-v5 --total-timesteps 100000"
 ATARI = "--env-id Breakout-v5 --total-timesteps 4096"
 
 
@@ -36,9 +36,9 @@ def draw(name, folders, labels, tags):
 
 
 def main():
-    healthy = train("healthy", "--random-baseline 100", CONTINUOUS)
-    first = train("first", "--random-baseline 100", CONTINUOUS)
-    second = train("second", "--random-baseline 100", CONTINUOUS)
+    healthy = train("healthy", "--random-baseline 20", CONTINUOUS)
+    first = train("first", "--random-baseline 20", CONTINUOUS)
+    second = train("second", "--random-baseline 20", CONTINUOUS)
     tags = ["losses/entropy", "losses/explained_variance"]
     draw("debugging_first", [healthy, first], ["as it is", "first bug"], tags)
     draw("debugging_second", [healthy, second], ["as it is", "second bug"], tags)

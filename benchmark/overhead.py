@@ -1,0 +1,102 @@
+"""What each instrument costs of a run's steady speed.
+
+    python benchmark/overhead.py    # SAC and PPO for Atari; twenty minutes on 2 cores
+    python benchmark/report.py      # put the results into doc/debugging.md
+
+A round trains a script alone and with each instrument, in turns (run.py). A profile records its twenty steps once.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import run
+import tyro
+from figures import named
+from machine import machine, slug, store, where
+from tables import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+ALONE = "none"
+INSTRUMENTS = {
+    ALONE: "",
+    "--watch-gradients": "--watch-gradients",
+    "--random-baseline": "--random-baseline 1",
+    "--dump-frames": "--dump-frames 10000",
+    "--watch": "--watch",
+    "--profile": "--profile",
+}
+ATARI_ONLY = ("--dump-frames",)
+SOON = "--learning-starts 1000 --buffer-size 100000"
+TASKS = {"sac_continuous_action": (5_000, SOON), "ppo_atari_envpool": (16_000, "")}  # steps, flags
+MODES = ("eager", "compile", "cudagraphs", "compile+cudagraphs")
+HEADER = ("", "instrument", *MODES)
+
+
+@dataclass
+class Args:
+    algos: tuple[str, ...] = tuple(TASKS)
+    """names of the plain scripts"""
+    modes: tuple[str, ...] = MODES
+    """modes of run.py; without a CUDA device those with cudagraphs are left out"""
+    seeds: tuple[int, ...] = (1, 2)
+    """one round for each seed, of each mode"""
+    run_dir: Path = Path("runs/overhead")
+    """folder for the runs; an earlier one of the same algorithm and mode is deleted"""
+    results: Path = ROOT / "results"
+    """folder that receives <machine>/overhead/<algo>.json"""
+
+
+def measure(args, algo, mode):
+    """Steps per second with each instrument, one per seed."""
+    steps, flags = TASKS[algo]
+    kinds = [name for name in INSTRUMENTS if "atari" in algo or name not in ATARI_ONLY]
+    words = run.MODES[mode][1:]
+    programs = {name: ["watched.py", INSTRUMENTS[name], *(word.format(algo=algo) for word in words)] for name in kinds}
+    settings = run.RunArgs(total_timesteps=steps, flags=flags)
+    summaries = run.run_programs(algo, programs, args.seeds, args.run_dir / algo / mode, settings)
+    return {name: [summary["steady_sps"] for summary in own] for name, own in summaries.items()}
+
+
+def rows(data):
+    """The rows of one algorithm's results: how much of the speed alone each instrument leaves."""
+    lines = []
+    for name in INSTRUMENTS:
+        if name == ALONE or not any(name in speeds for speeds in data["modes"].values()):
+            continue
+        cells = []
+        for mode in MODES:
+            speeds = data["modes"].get(mode, {})
+            pairs = zip(speeds.get(name, []), speeds.get(ALONE, []), strict=True) if name in speeds else []
+            ratios = [watched / alone for watched, alone in pairs]
+            cells.append(run.spread(ratios, "{:.3f}") if ratios else "not measured")
+        lines.append([named(data["algo"], run.DEFAULTS[data["algo"]].env_id), f"`{name}`", *cells])
+    return lines
+
+
+def table(results):
+    """A Markdown table for each machine that has been measured."""
+    parts = []
+    for folder in sorted(results.glob("*/overhead")):
+        paths = [folder / f"{algo}.json" for algo in TASKS]
+        measured = [json.loads(path.read_text()) for path in paths if path.exists()]
+        lines = [row for data in measured for row in rows(data)]
+        text = f"Speed with an instrument over speed without, {where(measured[0]['machine'])}:"
+        parts.append(Table(text, HEADER, lines).markdown())
+    nothing = [["all", "all", *["not measured"] * len(MODES)]]
+    return "\n\n".join(parts) or Table("", HEADER, nothing).markdown()
+
+
+def main(args):
+    run.check("algos", args.algos, TASKS)
+    run.check("modes", args.modes, MODES)
+    for algo in args.algos:
+        this = machine()
+        path = args.results / slug(this) / "overhead" / f"{algo}.json"
+        modes = {mode: measure(args, algo, mode) for mode in run.possible(args.modes)}
+        store(path, {"algo": algo, "seeds": args.seeds, "machine": this, "modes": modes})
+    print(table(args.results))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

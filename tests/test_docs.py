@@ -1,0 +1,92 @@
+"""Pages of the documentation lead to each other; what they say about programs is so."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "doc").glob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", flags=re.S | re.M)
+
+
+def links(page):
+    """Targets of the links and pictures of a page."""
+    return LINK.findall(CODE.sub("", page.read_text()))
+
+
+def anchors(page):
+    """The names that GitHub gives the headings of a page."""
+    names = []
+    for heading in re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M), flags=re.M
+    ):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        names.append(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in links(page):
+        if link.startswith(("http://", "https://")):
+            continue
+        target, _, anchor = unquote(link).partition("#")
+        path = page if not target else (page.parent / target).resolve()
+        assert path.exists(), f"{page.name}: {link}"
+        if anchor:
+            assert anchor in anchors(path), f"{page.name}: {link}"
+
+
+def test_every_page_is_two_clicks_from_the_readme():
+    def neighbours(page):
+        targets = ((page.parent / link.partition("#")[0]).resolve() for link in links(page) if "://" not in link)
+        return {target / "README.md" if target.is_dir() else target for target in targets}
+
+    first = neighbours(ROOT / "README.md")
+    second = {target for page in first if page.suffix == ".md" for target in neighbours(page)}
+    for page in [*PAGES, ROOT / "doc" / "report.html"]:
+        assert page in first | second, page.name
+
+
+def run(*words, **environment):
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=os.environ | environment, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "said", "not_said"),
+    [
+        ("recompile", ["Recompiling function update", "learning_rate == 0.1"], ["Graph break"]),
+        ("break", ["Data-dependent branching"], ["Recompiling"]),
+        ("neither", [], ["Recompiling", "Graph break"]),
+    ],
+)
+def test_torch_logs_say_what_torch_compile_md_says(program, said, not_said):
+    code, output = run("doc/examples/compile/logs.py", program, TORCH_LOGS="recompiles,graph_breaks")
+    assert code == 0
+    assert all(text in output for text in said)
+    assert not any(text in output for text in not_said)
+
+
+def test_a_loop_over_time_is_unrolled_into_the_graph():
+    code, output = run("doc/examples/compile/recurrent.py", "--lengths", "1", "4")
+    assert code == 0
+    operations = [int(line.split(": ")[1].split(" ")[0]) for line in output.splitlines() if "operations" in line]
+    inside_one, outside_one, inside_four, outside_four = operations
+    assert inside_four > 3 * inside_one
+    assert outside_four == outside_one
+
+
+def test_dynamo_refuses_whole_recurrent_layers():
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="allow_rnn"):
+        torch.compile(torch.nn.GRU(2, 2), fullgraph=True, backend="eager")(torch.zeros(3, 1, 2))
