@@ -23,6 +23,7 @@ import figures
 import launches
 import modes as compile_modes
 import overhead
+import recurrent
 import scaling
 import tyro
 from figures import named
@@ -35,9 +36,9 @@ sys.path.append(str(ROOT / "benchmark" / "tips"))
 import tip  # noqa: E402
 
 CURVES = {  # of doc/artifacts, by the page that shows them
-    "doc/sac.md": ("sac_halfcheetah",),
+    "doc/sac.md": ("sac_halfcheetah", "sac_init_entropy"),
     "doc/td3.md": ("td3_halfcheetah",),
-    "doc/ppo.md": ("ppo_halfcheetah", "ppo_pong", "ppo_breakout"),
+    "doc/ppo.md": ("ppo_halfcheetah", "ppo_init_entropy", "ppo_pong", "ppo_breakout"),
     "doc/dqn.md": ("dqn_cartpole", "dqn_breakout"),
     "doc/sac_discrete.md": ("sac_discrete_entropy",),
 }
@@ -215,7 +216,7 @@ def texts(results):
     pages["doc/ppo.md"]["double buffering"] = double_buffer.table(measured)
     pages["doc/speed.md"] = {f"tricks of {algo}": ablation.text(algo, measured) for algo in ablation.TRICKS}
     pages["doc/speed.md"] |= {"scaling": scaling.table(measured), "tips": tip.table(measured)}
-    pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured)}
+    pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured), "recurrent": recurrent.table(measured)}
     pages["doc/debugging.md"] = {"overhead": overhead.table(measured)}
     pages["doc/speed.md"]["launches"] = launches.table(json.loads(launches.DATA.read_text()))
     return pages

@@ -38,12 +38,12 @@ class Args:
 def chosen(args):
     """The instruments that the arguments ask for."""
     instruments = []
+    if args.dump_frames:
+        instruments.append(FrameDump(args.dump_frames))
     if args.random_baseline:
         instruments.append(RandomBaseline(args.random_baseline))
     if args.watch_gradients:
         instruments.append(GradientWatch())
-    if args.dump_frames:
-        instruments.append(FrameDump(args.dump_frames))
     if args.watch:
         instruments.append(VideoOnDemand())
     if args.profile:
@@ -52,15 +52,17 @@ def chosen(args):
 
 
 def load(path):
-    """The module of the script at `path`."""
+    """The module of the script at `path`, which finds what lies beside it, as a program does."""
+    sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
 
 
 def attach(script, instruments):
-    """Let `script.train` call the instruments: when it begins, once all is made, and at each log."""
+    """Let `script.train` call the instruments: when it begins, once all is made, at each log, and in the end."""
     train = script.train
 
     def on_start(run):
@@ -76,7 +78,11 @@ def attach(script, instruments):
         script.check_args(args)
         for instrument in instruments:
             instrument.prepare(script, args)
-        train(args, log, on_start)
+        try:
+            train(args, log, on_start)
+        finally:
+            for instrument in instruments:
+                instrument.end()
 
     script.train = watched
 
@@ -89,21 +95,26 @@ def refuse(text):
 
 def main(words):
     at = words.index("--") if "--" in words else len(words)
-    own, (name, *flags) = words[:at], words[at + 1 :] or [None]
+    own = words[:at]
+    others = words[at + 1 :]
     args = tyro.cli(Args, args=own, prog="python -m instruments", description=__doc__)
-    if name is None:
+    if not others:
         refuse("--: give a script behind two dashes: -- leanrl/dqn_torchcompile.py --compile")
     for flag in ("random_baseline", "dump_frames"):
         if getattr(args, flag) < 0:
             refuse(f"--{flag.replace('_', '-')} {getattr(args, flag)}: give a number from 0")
+    name = others[0]
     path = Path(name)
     if not path.is_file():
         refuse(f"-- {name}: there is no such file; give the path of a script")
     script = load(path)
     if not hasattr(script, "train") or not hasattr(script, "main"):
         refuse(f"-- {name}: it has no `train` and `main`; give a script of leanrl/ or an edited copy of one")
+    for flag in ("--evaluate", "--export"):
+        if any(word.split("=")[0] == flag for word in others):
+            refuse(f"{flag}: instruments watch training; leave them or this out")
     attach(script, chosen(args))
-    sys.argv = [name, *flags]
+    sys.argv = others
     script.main()
 
 

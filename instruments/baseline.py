@@ -6,8 +6,8 @@ from instruments.instrument import Instrument, play
 
 
 class RandomBaseline(Instrument):
-    """Plays `episodes` at random before training. The mean return goes to the progress bar, summary.json, and as
-    `charts/random_return` to the events, which plots.py draws as a dashed line.
+    """Plays `episodes` at random before training. The mean return goes to the progress bar and to summary.json, and as
+    `charts/random_return` to the events, from where plots.py draws it as a dashed line.
     """
 
     def __init__(self, episodes):

@@ -4,7 +4,6 @@ import sys
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 from tqdm import tqdm
 
@@ -15,7 +14,8 @@ FRAME_INCHES = 1.1
 
 
 class FrameDump(Instrument):
-    """Draws the input of the first convolution for steps of the first game that follow each other, a row each.
+    """Draws the input of the first convolution for steps of the first game that follow each other, a row each: at the
+    beginning, and then at intervals of `interval` environment steps.
 
     Frames stand in the order of their channels, the newest last. Then each row is the one above, shifted by one frame;
     where it is not, a line says so.
@@ -32,8 +32,8 @@ class FrameDump(Instrument):
 
     def start(self, run):
         super().start(run)
-        self.next = run.step
-        self.stacks = None
+        self.next = run.step + self.interval
+        self.record()
 
     def log(self, losses):
         if self.run.step >= self.next and self.stacks is None:
@@ -69,10 +69,12 @@ class FrameDump(Instrument):
 
 
 def first_inputs(policy, obs):
-    """What the first convolution of `policy` gets for `obs`, (n, 4, 84, 84): numpy, as it is."""
+    """What the first convolution of `policy` gets for `obs`, (n, 4, 84, 84): numpy. Without one, `obs` themselves."""
     seen = []
-    convolution = next(module for module in policy.modules() if isinstance(module, nn.Conv2d))
-    hook = convolution.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    convolutions = [module for module in policy.modules() if isinstance(module, nn.Conv2d)]
+    if not convolutions:
+        return obs.numpy()
+    hook = convolutions[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     with torch.no_grad():
         policy(obs)
     hook.remove()
@@ -94,9 +96,11 @@ def in_order(inputs, resets):
 
 def draw(inputs, resets, path):
     """Write a sheet: a row for each of `inputs`, (n, frames, height, width), a column for each frame."""
+    from matplotlib.figure import Figure
+
     rows, columns = inputs.shape[:2]
     figure = Figure(figsize=(FRAME_INCHES * (columns + 1), FRAME_INCHES * (rows + 1)), layout="constrained")
-    all_axes = figure.subplots(rows, columns)
+    all_axes = figure.subplots(rows, columns, squeeze=False)
     low, high = inputs.min(), inputs.max()
     for row in range(rows):
         for column in range(columns):
@@ -107,5 +111,5 @@ def draw(inputs, resets, path):
     for column in range(columns):
         place = {0: "\noldest", columns - 1: "\nnewest"}.get(column, "\n")
         all_axes[0, column].set_title(f"channel {column}{place}", fontsize=9)
-    figure.suptitle(f"input of the first convolution: {low:.2f} to {high:.2f}", fontsize=10)
+    figure.suptitle(f"input of the first convolution: {low:.3g} to {high:.3g}", fontsize=10)
     figure.savefig(path, dpi=100)

@@ -10,24 +10,25 @@ from tqdm import tqdm
 
 from instruments.instrument import Instrument, Pace
 
-HISTORY = 20  # looks that say what norm is usual
+HISTORY = 100  # looks that say what norm is usual; so many, that slow growth is seen too
 EXPLODES = 1000.0  # times the usual norm
+LEAST = 100.0  # the least norm that is called an explosion: a first reward makes small gradients large, too
 ZERO_LOOKS = 3  # in a row, before a warning
 
 
 class GradientWatch(Instrument):
     """Logs, at intervals, `gradients/<layer>` and `weights/<layer>`, norms; `update_ratios/<layer>`, the norm of the
-    last change over that of the weights; and histograms of gradients and weights.
+    last change over that of the weights; `gradient_histograms/<layer>` and `weight_histograms/<layer>`.
 
     A layer whose gradient is zero for some looks is named once. Where a norm is infinite, NaN or a thousand times what
-    is usual, the run ends with exit code 1, and its last checkpoint is kept. Gradients are as the optimiser gets them:
-    PPO's are clipped by then, so there `grad_norm` among the losses is watched as well.
+    is usual, the run ends with exit code 1, and no checkpoint is written any more. Gradients are as the optimiser gets
+    them: PPO's are clipped by then, so there `grad_norm` among the losses is watched as well.
     """
 
     def prepare(self, script, args):
         super().prepare(script, args)
         if hasattr(script, "Adam"):  # before it is compiled or captured
-            script.Adam = keeping(script.Adam)
+            keep_gradients(script.Adam)
 
     def start(self, run):
         super().start(run)
@@ -35,20 +36,28 @@ class GradientWatch(Instrument):
         self.histograms = Pace()
         self.usual = {}
         self.zeros = Counter()
+        self.save = run.save
+        run.save = self.save_if_sound
         learner = run.learner
         self.sources = {}
         for name, optimizer in learner.optimizers.items():
-            source = FlatLayers if hasattr(optimizer, "gradient") else ModuleLayers
+            source = ModuleLayers if isinstance(optimizer, torch.optim.Optimizer) else FlatLayers
             self.sources[name] = source(self.script, learner, name)
 
     def log(self, losses):
-        bad = any(not math.isfinite(value) for value in losses.values())
+        undefined = "explained_variance"  # where all returns are equal
+        bad = any(not math.isfinite(value) for name, value in losses.items() if name != undefined)
         if bad or self.numbers.due:
             with self.numbers:
                 self.look(losses)
         if self.histograms.due:
             with self.histograms:
                 self.write_histograms()
+
+    def save_if_sound(self):
+        """A checkpoint from after an explosion would replace the last good one."""
+        self.look({})
+        return self.save()
 
     def layers(self):
         """Gradient, weights and the last change of these by layer; before a first step changes are NaN."""
@@ -64,9 +73,10 @@ class GradientWatch(Instrument):
             norms += [tensor.norm() for tensor in tensors]
         if not names:
             return
-        rows = torch.stack(norms).view(len(names), 3).tolist()  # the one wait for the device
-        self.trap_not_finite({name: row[0] for name, row in zip(names, rows, strict=True)})
-        stepped = {name: row for name, row in zip(names, rows, strict=True) if not math.isnan(row[2])}
+        triples = torch.stack(norms).view(len(names), 3).tolist()  # the one wait for the device
+        rows = dict(zip(names, triples, strict=True))
+        self.trap_not_finite({name: gradient for name, (gradient, _, _) in rows.items()})
+        stepped = {name: row for name, row in rows.items() if not math.isnan(row[2])}
         gradients = {name: gradient for name, (gradient, _, _) in stepped.items()}
         self.trap_explosion(gradients, losses)
         self.trap_zero(gradients)
@@ -81,9 +91,9 @@ class GradientWatch(Instrument):
 
     def write_histograms(self):
         for name, (gradient, weights, _) in self.layers().items():
-            if gradient.isfinite().all():
-                self.run.writer.add_histogram(f"gradients/{name}", gradient, self.run.step)
-            self.run.writer.add_histogram(f"weights/{name}", weights, self.run.step)
+            if gradient.isfinite().all() and weights.isfinite().all():
+                self.run.writer.add_histogram(f"gradient_histograms/{name}", gradient, self.run.step)
+                self.run.writer.add_histogram(f"weight_histograms/{name}", weights, self.run.step)
 
     def trap_not_finite(self, gradients):
         said = []
@@ -92,7 +102,7 @@ class GradientWatch(Instrument):
             bad = [name for name in layers if not math.isfinite(gradients[name])]
             said += [f"all layers of {network}"] if len(bad) == len(layers) > 1 else bad
         if said:
-            self.run.refuse_to_go_on(f"not finite is the gradient of {', '.join(said)}")
+            self.run.refuse_to_go_on(f"the gradient of {', '.join(said)} is not finite")
 
     def trap_explosion(self, gradients, losses):
         watched = dict(gradients)
@@ -100,8 +110,8 @@ class GradientWatch(Instrument):
             watched["all layers before clipping"] = losses["grad_norm"]
         for name, norm in watched.items():
             past = self.usual.setdefault(name, deque(maxlen=HISTORY))
-            usual = statistics.median(past) if len(past) > HISTORY // 4 else 0
-            if usual > 0 and norm > EXPLODES * usual:
+            usual = statistics.median(past) if past else math.inf
+            if norm > max(EXPLODES * usual, LEAST):
                 largest = max(gradients, key=gradients.get)
                 what = f"the gradient of {name} explodes: its norm is {norm:.3g}, {usual:.3g} was usual"
                 self.run.refuse_to_go_on(f"{what}; the largest layer is {largest}")
@@ -115,29 +125,30 @@ class GradientWatch(Instrument):
                 tqdm.write(f"{where}: nothing that this layer does reaches the loss", file=sys.stderr)
 
 
-def keeping(adam):
-    """A script's Adam, but it keeps the newest gradient; or the first one that was not finite, for all that follow."""
+def keep_gradients(adam):
+    """Let a script's Adam, and so what is derived from it, keep its newest gradient; or, for all that follow, the first
+    one that was not finite.
+    """
+    initialise, step, tensors = adam.__init__, adam.step, adam.tensors
 
-    class KeepingAdam(adam):
-        def __init__(self, weights, lr):
-            super().__init__(weights, lr)
-            self.weights = weights
-            self.gradient = torch.zeros_like(weights)
+    def __init__(self, weights, lr):
+        initialise(self, weights, lr)
+        self.weights = weights
+        self.gradient = torch.zeros_like(weights)
 
-        def step(self, weights, gradient):
-            intact = self.gradient.isfinite().all()
-            self.gradient.copy_(torch.where(intact, gradient, self.gradient))
-            super().step(weights, gradient)
+    def step_and_keep(self, weights, gradient):
+        intact = self.gradient.isfinite().all()
+        self.gradient.copy_(torch.where(intact, gradient, self.gradient))
+        step(self, weights, gradient)
 
-        def tensors(self):
-            own = super().tensors()
-            return {name: own[name] for name in own.keys() - {"weights", "gradient"}}
+    def tensors_to_save(self):
+        return {name: value for name, value in tensors(self).items() if name not in ("weights", "gradient")}
 
-    return KeepingAdam
+    adam.__init__, adam.step, adam.tensors = __init__, step_and_keep, tensors_to_save
 
 
 class FlatLayers:
-    """The layers of an optimiser that `keeping` made: pieces of its flat vectors, which CUDA graphs write too."""
+    """The layers of an optimiser that keeps gradients: pieces of its flat vectors, which CUDA graphs write too."""
 
     def __init__(self, script, learner, name):
         self.script = script
@@ -167,12 +178,11 @@ class ModuleLayers:
 
     def __init__(self, script, learner, name):
         self.optimizer = learner.optimizers[name]
-        (group,) = self.optimizer.param_groups
-        parameters = group["params"]
         network = learner.networks().get(name)
         names = {p: f"{name}.{layer}" for layer, p in network.named_parameters()} if network else {}
-        self.names = [names.get(p, name) for p in parameters]
-        self.gradients = {p: torch.zeros_like(p) for p in parameters}
+        self.groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
+        self.names = [names.get(p, name) for p in self.groups]
+        self.gradients = {p: torch.zeros_like(p) for p in self.groups}
         self.optimizer.register_step_pre_hook(self.keep)
 
     def keep(self, *_):
@@ -194,7 +204,7 @@ class ModuleLayers:
         state = self.optimizer.state.get(parameter)
         if not state:
             return torch.zeros_like(parameter)
-        (group,) = self.optimizer.param_groups
+        group = self.groups[parameter]
         correction1, correction2 = (1 - beta ** float(state["step"]) for beta in group["betas"])
         root = (state["exp_avg_sq"] / correction2).sqrt() + group["eps"]
         return group["lr"] * (state["exp_avg"] / correction1) / root

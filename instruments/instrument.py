@@ -22,6 +22,9 @@ class Instrument:
     def log(self, losses):
         """At each logging interval, before `losses`, floats by name, are logged."""
 
+    def end(self):
+        """When the run is over, however it has ended."""
+
 
 class Pace:
     """Lets something happen as often as it stays below a share of the run's time.

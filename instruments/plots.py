@@ -6,7 +6,6 @@ The random policy is that of --random-baseline. Returns are means over 20 episod
 """
 
 import fnmatch
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito (2008)
 LINES = ("-", "--", "-.", ":")
 RETURN = "charts/episodic_return"
+RANDOM = "charts/random_return"
 EPISODES = 20
 
 
@@ -47,20 +47,14 @@ def smooth(values):
     return sums / np.minimum(np.arange(len(values)) + 1, EPISODES)
 
 
-def random_return(folder):
-    """What a random policy got, if the run has measured it."""
-    path = folder / "summary.json"
-    return json.loads(path.read_text()).get("random_return") if path.exists() else None
-
-
-def draw_run(all_axes, folder, events, tags, label, colour):
+def draw_run(all_axes, events, tags, label, colour):
     """Draw one run into all panels."""
     known = events.Tags()["scalars"]
     if RETURN in known:
         steps, returns = series(events, RETURN)
         all_axes[0].plot(steps, smooth(returns), color=colour, label=label)
-    baseline = random_return(folder)
-    if baseline is not None:
+    if RANDOM in known:
+        _, (baseline, *_) = series(events, RANDOM)
         all_axes[0].axhline(baseline, color=colour, linestyle="--", linewidth=1, label=f"{label}: random policy")
     for axes, pattern in zip(all_axes[1:], tags, strict=True):
         for i, tag in enumerate(fnmatch.filter(known, pattern)):
@@ -79,7 +73,7 @@ def draw(args):
     labels = args.labels or [folder.name for folder in args.runs]
     for i, (folder, label) in enumerate(zip(args.runs, labels, strict=True)):
         events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        draw_run(all_axes, folder, events, tags, label, COLOURS[i % len(COLOURS)])
+        draw_run(all_axes, events, tags, label, COLOURS[i % len(COLOURS)])
     for axes in all_axes:
         if axes.lines:
             axes.legend(fontsize=8)

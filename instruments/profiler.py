@@ -12,25 +12,29 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 class Profile(Instrument):
-    """Records the last 20 vector steps before a log, once training is steady: PPO's with the update that follows.
+    """Records the last 20 vector steps before a log, or all if there are fewer, once training is steady: PPO's with the
+    update that follows.
 
     Writes trace.json, for chrome://tracing or ui.perfetto.dev, and prints the ten dearest operators, and on CUDA how
     often the host waited.
     """
 
     profiler = None
-    done = False
+    begun = False
+    finished = False
 
     def prepare(self, script, args):
         super().prepare(script, args)
-        self.interval = getattr(script, "LOG_INTERVAL", None) or args.num_steps  # vector steps
+        interval = getattr(script, "LOG_INTERVAL", None) or args.num_steps  # vector steps
+        self.steps = min(STEPS, interval)
+        self.idle = interval - self.steps
 
     def log(self, losses):
         if self.profiler:
             self.finish()
-        elif not self.done and getattr(self.run.learner, "stage", "training") == "training":
-            self.done = True
-            self.wait(self.interval - STEPS)
+        elif not self.begun and getattr(self.run.learner, "stage", "training") == "training":
+            self.begun = True
+            self.wait(self.idle)
 
     def wait(self, steps):
         """Begin to record after so many calls of `run.advance`, one for each vector step."""
@@ -59,9 +63,16 @@ class Profile(Instrument):
         self.profiler.export_chrome_trace(str(path))
         operators = self.profiler.key_averages()
         table = operators.table(sort_by=self.order, row_limit=10, max_name_column_width=50)
-        lines = [f"{path}: {STEPS} steps", table]
+        lines = [f"{path}: {self.steps} steps", table]
         if self.run.learner.device.type == "cuda":
             waits = {operator.key: operator.count for operator in operators if operator.key in WAITS}
             lines.append(f"host waits: {waits or 'none'}")
         tqdm.write("\n".join(lines), file=sys.stderr)
         self.profiler = None
+        self.finished = True
+
+    def end(self):
+        if self.profiler:
+            self.profiler.__exit__(None, None, None)
+        if not self.finished:
+            tqdm.write("warning: no profile: the run was over before it was steady for two logs", file=sys.stderr)

@@ -19,14 +19,18 @@ class VideoOnDemand(Instrument):
         if not self.request.exists():
             return
         self.request.unlink()
-        folder = self.run.folder / "videos" / f"step-{self.run.step}"
         try:
-            envs = self.script.evaluation_envs(self.run.args, folder)
-        except SystemExit:  # what is missing has been said; training goes on
-            return
-        act = acting(self.script, policy_of(self.script, self.run))
-        (episode_return,) = play(envs, act, 1, self.run.args.seed)
-        envs.close()
+            self.record(self.run.folder / "videos" / f"step-{self.run.step}")
+        except (Exception, SystemExit) as error:  # refusals, and what renderers raise: training is worth more
+            tqdm.write(f"warning: no video: {error}", file=sys.stderr)
+
+    def record(self, folder):
+        envs = self.script.evaluation_envs(self.run.args, folder)
+        try:
+            act = acting(self.script, policy_of(self.script, self.run))
+            (episode_return,) = play(envs, act, 1, self.run.args.seed)
+        finally:
+            envs.close()
         for path in folder.glob("*-episode-1.mp4"):  # which has only begun
             path.unlink()
         tqdm.write(f"{folder}: an episode of return {episode_return:.2f}", file=sys.stderr)

@@ -646,6 +646,7 @@ class PPO:
         self.weights = self.agent.flatten()
         self.learning_rate = torch.tensor(args.learning_rate, device=device)
         self.optimizers = {"agent": Adam(self.weights, self.learning_rate)}
+        self.grad_norm = torch.zeros((), device=device)  # of the last minibatch, before clipping
         self.scalars = Scalars(device)
         self.updates = 0
         self.warmup_updates = GRAPH_WARMUP if self.cudagraphs else 1
@@ -714,7 +715,8 @@ class PPO:
         policy_loss, value_loss, entropy, _ = self.loss(weights, rows)
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
         (gradient,) = torch.autograd.grad(loss, weights)
-        scale = (self.args.max_grad_norm / (gradient.norm() + 1e-6)).clamp(max=1)
+        self.grad_norm.copy_(gradient.norm())
+        scale = (self.args.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1)
         self.optimizers["agent"].step(self.weights, gradient * scale)
 
     def make_batch(self):
@@ -750,6 +752,7 @@ class PPO:
             "entropy": entropy,
             "approx_kl": (ratio - 1 - log_ratio).mean(),
             "clipfrac": ((ratio - 1).abs() > self.args.clip_coef).float().mean(),
+            "grad_norm": self.grad_norm,
             "explained_variance": 1 - (columns["returns"] - columns["values"]).var() / columns["returns"].var(),
         }
         self.scalars.keep(**losses)
@@ -1009,7 +1012,7 @@ def check_args(args):
 def check_compile_mode(args, name, mode):
     """Refuse a mode without --compile, and one with CUDA graphs of its own inside of --cudagraphs."""
     if mode != "default" and not args.compile:
-        refuse(name, mode, "give --compile too, or leave this out")
+        refuse(name, mode, f"give --compile too, or --{name.replace('_', '-')} default")
     if mode in ("reduce-overhead", "max-autotune") and args.cudagraphs:
         refuse(name, mode, "it makes CUDA graphs of its own; leave out --cudagraphs, or give another mode")
 
@@ -1020,6 +1023,8 @@ def prepare(args):
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if getattr(args, "cudagraphs", False) and device.type != "cuda":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
+    if getattr(args, "compile_mode", None) in ("reduce-overhead", "max-autotune") and device.type != "cuda":
+        print(f"warning: CUDA graphs of --compile-mode {args.compile_mode} need a CUDA device", file=sys.stderr)
     compiler = os.environ.get("CXX", "g++") if device.type == "cpu" else os.environ.get("CC", "gcc")
     if getattr(args, "compile", False) and not shutil.which(compiler):
         refuse("compile", args.compile, f"install {compiler}, which torch.compile calls, or give --no-compile")

@@ -83,8 +83,11 @@ def train(script, run_dir, **kwargs):
     return run_folders(run_dir)[-1]
 
 
-@pytest.mark.parametrize("cudagraphs", [False, True])
-@pytest.mark.parametrize("compile", [False, True])
+MODES = [(turbo, flag, flag) for turbo in TURBO.values() for flag in (False, True)]
+MODES += [(TURBO[name], *flags) for name in ("ppo", "dqn") for flags in ((False, True), (True, False))]
+
+
+@pytest.mark.parametrize(("turbo", "compile", "cudagraphs"), MODES)
 def test_every_mode_trains_past_learning_starts(turbo, compile, cudagraphs, tmp_path):
     process = start(turbo, total_timesteps=300, run_dir=tmp_path, compile=compile, cudagraphs=cudagraphs, cuda=True)
     _, errors = process.communicate()
@@ -619,8 +622,10 @@ def test_ctrl_c_ends_the_run_with_everything_written(script, tmp_path):
     assert step == torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] >= 150
 
 
-def test_ctrl_c_while_the_compiler_runs(turbo, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["sac", "dqn"])  # calls kernels from Python, and from C++
+def test_ctrl_c_while_the_compiler_runs(name, tmp_path, monkeypatch):
     """In a terminal Ctrl-C reaches the C++ compiler too; the run still ends with checkpoint and summary."""
+    turbo = TURBO[name]
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     process = start(turbo, total_timesteps=10**6, run_dir=tmp_path / "runs", compile=True, start_new_session=True)
     while "compiling" not in process.stderr.readline(200):
@@ -663,8 +668,9 @@ def test_a_checkpoint_is_replaced_whole_or_not_at_all(script, tmp_path, monkeypa
     assert checkpoint["global_step"] == 150
 
 
-def test_kill_9_leaves_a_checkpoint_to_resume_from(script, tmp_path):
+def test_kill_9_leaves_a_checkpoint_to_resume_from(either, tmp_path):
     """Twice in a row, with SAC five times, each run resuming the one before, at a random moment between checkpoints."""
+    script = either
     step, resume = 0, {}
     for _ in range(5 if algorithm(script) == "sac" else 2):
         known = set(tmp_path.glob("*"))

@@ -19,7 +19,10 @@ def name(request):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"compile_mode": "reduce-overhead"}, "--compile-mode reduce-overhead: give --compile too"),
+        (
+            {"compile_mode": "reduce-overhead"},
+            "--compile-mode reduce-overhead: give --compile too, or --compile-mode default",
+        ),
         (
             {"compile": True, "cudagraphs": True, "compile_mode": "reduce-overhead"},
             "--compile-mode reduce-overhead: it makes CUDA graphs of its own; leave out --cudagraphs",
@@ -38,6 +41,18 @@ def test_modes_that_cannot_work_are_refused(name, flags, message, tmp_path, caps
 def test_modes_of_the_critics_that_cannot_work_are_refused(name, tmp_path, capsys):
     flags = {"compile": True, "cudagraphs": True, "critic_compile_mode": "max-autotune"}
     check_refused(name, flags, "--critic-compile-mode max-autotune: it makes CUDA graphs", tmp_path, capsys)
+
+
+def test_without_a_cuda_device_there_is_a_warning(name, tmp_path, capsys, monkeypatch):
+    record_options(monkeypatch)
+    flags = SIZES[name] | {"compile": True, "compile_mode": "reduce-overhead", "run_dir": str(tmp_path)}
+    TURBO[name].train(TURBO[name].Args(**flags))
+    warning = "warning: CUDA graphs of --compile-mode reduce-overhead need a CUDA device"
+    assert warning in capsys.readouterr().err.splitlines()
+
+
+def test_a_mode_without_graphs_goes_with_cudagraphs(name):
+    TURBO[name].check_args(TURBO[name].Args(compile=True, cudagraphs=True, compile_mode="max-autotune-no-cudagraphs"))
 
 
 def check_refused(name, flags, message, folder, capsys):
@@ -102,7 +117,7 @@ def test_outputs_that_are_overwritten_have_been_used_or_cloned(name, tmp_path, m
 
 
 def test_graphs_change_tensors_that_stay_in_place_alone(name, tmp_path, monkeypatch):
-    """Of a function that changes other tensors torch makes no CUDA graph, and says so in a log alone."""
+    """Of a function that changes other tensors torch makes no CUDA graph, and gives no more than a warning."""
     changed = []
 
     def look(graph, example_inputs):

@@ -1,5 +1,6 @@
 """Pages of the documentation lead to each other; what they say about programs is so."""
 
+import json
 import os
 import re
 import subprocess
@@ -77,13 +78,13 @@ def test_torch_logs_say_what_torch_compile_md_says(program, said, not_said):
     assert not any(text in output for text in not_said)
 
 
-def test_a_loop_over_time_is_unrolled_into_the_graph():
-    code, output = run("doc/examples/compile/recurrent.py", "--lengths", "1", "4")
-    assert code == 0
-    operations = [int(line.split(": ")[1].split(" ")[0]) for line in output.splitlines() if "operations" in line]
-    inside_one, outside_one, inside_four, outside_four = operations
-    assert inside_four > 3 * inside_one
-    assert outside_four == outside_one
+def test_a_loop_over_time_is_unrolled_into_the_graph(tmp_path):
+    code, output = run("benchmark/recurrent.py", "--lengths", "1", "4", "--results", str(tmp_path))
+    assert code == 0, output
+    (path,) = tmp_path.glob("*/recurrent.json")
+    one, four = json.loads(path.read_text())["lengths"].values()
+    assert four[0][0] > 3 * one[0][0]  # operations, of the loop inside and then outside
+    assert four[1][0] == one[1][0]
 
 
 def test_dynamo_refuses_whole_recurrent_layers():

@@ -67,4 +67,4 @@ def check_training(script, folder, seed=1, settings=None, runs=RUNS):
 
 @pytest.mark.parametrize(("name", "seed", "settings"), SETTINGS)
 def test_training_is_the_same_in_all_modes_and_schedules(name, seed, settings, tmp_path):
-    check_training(TURBO[name], tmp_path, seed, settings)
+    check_training(TURBO[name], tmp_path, seed, settings, RUNS if seed == 1 else [RUNS[0], RUNS[-1]])

@@ -23,7 +23,7 @@ def names():
 
 
 def load(name):
-    sys.path.append(str(HERE))  # other processes import it by its name
+    sys.path.insert(0, str(HERE))  # other processes import it by its name
     return importlib.import_module(name)
 
 

@@ -33,4 +33,4 @@ def mended():
 
 
 def is_right(threads):
-    return threads <= max(PROCESSES, os.cpu_count())
+    return threads == PROCESSES

@@ -1,25 +1,34 @@
 """What a recurrent network does to torch.compile: a loop over time is unrolled into one graph, of as many steps.
 
-    python doc/examples/compile/recurrent.py --lengths 1 8 32
+    python benchmark/recurrent.py
+    python benchmark/report.py      # put the results into doc/torch_compile.md
 
-prints, for sequences of these lengths, how many operations the graph has and how long the first call takes: of a loop
-inside of what is compiled, and of a compiled cell in a loop outside.
+counts, for sequences of some lengths, the operations of the graph, and times the first call: of a loop inside of what
+is compiled, and of a compiled cell in a loop outside.
 """
 
+import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import tyro
+from machine import machine, slug, store, where
+from tables import Table
 from torch import nn
 
+ROOT = Path(__file__).resolve().parent.parent
 BATCH, FEATURES = 64, 128
+HEADER = ("steps", "loop inside: operations", "first call, s", "loop outside: operations", "first call, s")
 
 
 @dataclass
 class Args:
     lengths: tuple[int, ...] = (1, 8, 32)
     """steps of the sequences"""
+    results: Path = ROOT / "results"
+    """folder that receives <machine>/recurrent.json"""
 
 
 class Recurrent(nn.Module):
@@ -79,14 +88,29 @@ def loop_outside(length):
     return sum(counts), time.perf_counter() - begin
 
 
+def table(results):
+    """A Markdown table for each machine that has been measured."""
+    parts = []
+    for path in sorted(results.glob("*/recurrent.json")):
+        data = json.loads(path.read_text())
+        rows = []
+        for length, (inside, outside) in data["lengths"].items():
+            cells = [f"{inside[0]}", f"{inside[1]:.1f}", f"{outside[0]}", f"{outside[1]:.1f}"]
+            rows.append([length, *cells])
+        parts.append(Table(f"{where(data['machine'])}:", HEADER, rows).markdown())
+    return "\n\n".join(parts) or Table("", HEADER, [["all", *["not measured"] * 4]]).markdown()
+
+
 def main(args):
+    measured = {}
     with torch._inductor.config.patch(force_disable_caches=True):
         loop_outside(1)  # what only the first compilation of a process has to do
         for length in args.lengths:
-            for name, measure in (("inside", loop_inside), ("outside", loop_outside)):
-                operations, seconds = measure(length)
-                print(f"{length} steps, loop {name}: {operations} operations, first call {seconds:.1f} s")
+            measured[length] = [loop_inside(length), loop_outside(length)]
+    this = machine()
+    store(args.results / slug(this) / "recurrent.json", {"machine": this, "lengths": measured})
+    print(table(args.results))
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__))
