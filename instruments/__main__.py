@@ -82,7 +82,8 @@ def attach(script, instruments):
             train(args, log, on_start)
         finally:
             for instrument in instruments:
-                instrument.end()
+                if instrument.run:
+                    instrument.end()
 
     script.train = watched
 

@@ -9,7 +9,9 @@ SHARE = 0.005  # of a run's time, for each thing that an instrument does again a
 
 
 class Instrument:
-    """Something that watches a run. `script` is the script's module, `run` its Run."""
+    """Something that watches a run. `script` is the script's module, `run` its Run, or None before it has started."""
+
+    run = None
 
     def prepare(self, script, args):
         """Before anything of the run is made, and before its seeds are set."""
@@ -23,7 +25,7 @@ class Instrument:
         """At each logging interval, before `losses`, floats by name, are logged."""
 
     def end(self):
-        """When the run is over, however it has ended."""
+        """When a run that had started is over, however it has ended."""
 
 
 class Pace:

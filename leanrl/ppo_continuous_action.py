@@ -320,6 +320,7 @@ class PPO:
         if args.init_entropy == "max":
             self.agent.become_uniform(action_space)
         self.optimizers = {"agent": torch.optim.Adam(self.agent.parameters(), lr=args.learning_rate, eps=1e-5)}
+        self.grad_norm = torch.zeros((), device=device)  # of the last minibatch, before clipping
         widths = {
             "obs": (obs_dim,),
             "next_obs": (obs_dim,),
@@ -417,7 +418,7 @@ class PPO:
             "entropy": entropy,
             "approx_kl": (ratio - 1 - log_ratio).mean(),
             "clipfrac": ((ratio - 1).abs() > self.args.clip_coef).float().mean(),
-            "grad_norm": self.grad_norm,  # of the last minibatch, before clipping
+            "grad_norm": self.grad_norm,
             "explained_variance": 1 - errors.var() / batch["returns"].var(),
         }
 

@@ -148,6 +148,11 @@ def make_learner(script, seed=1, device="cpu", **kwargs):
     return learner_class(script)(args, make_envs(script, args), torch.device(device))
 
 
+def pytest_collection_modifyitems(items):
+    """Long tests first: a worker that gets one of them last would keep the other one waiting."""
+    items.sort(key=lambda item: item.path.stem != "test_training_on_cuda")
+
+
 def pytest_generate_tests(metafunc):
     """Tests marked `gpu` run on the emulated CUDA device, and on a real one where there is one."""
     if metafunc.definition.get_closest_marker("gpu"):

@@ -168,7 +168,8 @@ def test_episodes_are_counted_as_gymnasium_does(script, tmp_path, monkeypatch):
 def test_same_seed_same_numbers(script, tmp_path):
     learners = []
     for seed in (3, 3, 4):
-        folder = train(script, tmp_path, total_timesteps=400, seed=seed)
+        steps = 240 if algorithm(script) in ATARI else 400
+        folder = train(script, tmp_path, total_timesteps=steps, seed=seed)
         checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
         learners.append([leaf for _, leaf in leaves([checkpoint["returns"], checkpoint["learner"]])])
     assert len(learners[0]) == len(learners[1]) and all(map(equal, *learners[:2]))
@@ -622,10 +623,9 @@ def test_ctrl_c_ends_the_run_with_everything_written(script, tmp_path):
     assert step == torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] >= 150
 
 
-@pytest.mark.parametrize("name", ["sac", "dqn"])  # calls kernels from Python, and from C++
-def test_ctrl_c_while_the_compiler_runs(name, tmp_path, monkeypatch):
+def test_ctrl_c_while_the_compiler_runs(tmp_path, monkeypatch):
     """In a terminal Ctrl-C reaches the C++ compiler too; the run still ends with checkpoint and summary."""
-    turbo = TURBO[name]
+    turbo = TURBO["dqn"]
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     process = start(turbo, total_timesteps=10**6, run_dir=tmp_path / "runs", compile=True, start_new_session=True)
     while "compiling" not in process.stderr.readline(200):

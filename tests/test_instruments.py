@@ -435,6 +435,7 @@ def test_order_of_frames():
         (["--dump-frames", "-1", "--", "leanrl/dqn.py"], "--dump-frames -1: give a number from 0"),
         (["--dump-frames", "9", "--", "leanrl/dqn.py"], "--dump-frames: only Atari has frames"),
         (["--watch", "--", "leanrl/dqn.py", "--evaluate", "runs/x"], "--evaluate: instruments watch training"),
+        (["--profile", "--", "leanrl/dqn.py", "--env-id", "Pendulum-v1"], "--env-id Pendulum-v1: choose"),
     ],
 )
 def test_bad_input_gets_one_line(words, message, capsys, monkeypatch):

@@ -395,32 +395,6 @@ def test_games_are_counted_whole_with_their_own_rewards(script, tmp_path):
     assert scalars(folder, "charts/episodic_length") == [length for *_, length in wanted]
 
 
-class PickTheBrightQuarter(ScriptedPool):
-    """The action that has the number of the picture's bright quarter is rewarded with 1."""
-
-    def observe(self):
-        self.quarters = self.generator.integers(0, 4, len(self.games))
-        obs = np.zeros((len(self.games), 4, 2, 42, 2, 42), np.uint8)
-        obs[np.arange(len(self.games)), :, self.quarters // 2, :, self.quarters % 2] = 255
-        return obs.reshape(-1, *SHAPE)
-
-    def recv(self):
-        right = self.actions == self.quarters
-        obs, rewards, terminated, truncated, infos = super().recv()
-        rewards = rewards * right
-        return obs, rewards, terminated, truncated, infos | {"reward": rewards}
-
-
-def test_ppo_picks_the_bright_quarter(script, tmp_path, monkeypatch):
-    """At first in a quarter of 16 steps. A wrong sign in a loss fails here."""
-    games = 8 * ["." * 15 + "g"]
-    monkeypatch.setattr(script, "make_pool", lambda *args, **settings: PickTheBrightQuarter(games))
-    sizes = {"num_steps": 17, "num_minibatches": 2, "total_timesteps": 8 * 17 * 25, "learning_rate": 1e-3}
-    script.train(script.Args(run_dir=str(tmp_path), **sizes))
-    returns = scalars(next(tmp_path.iterdir()), "charts/episodic_return")
-    assert np.mean(returns[:8]) < 8 and np.mean(returns[-8:]) > 12
-
-
 @pytest.fixture
 def envpool(monkeypatch):
     """The real thing."""

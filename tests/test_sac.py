@@ -112,7 +112,7 @@ def test_sac_swings_up_the_pendulum(script, tmp_path):
 
     A wrong sign in a loss, or lost updates, fail here.
     """
-    sizes = {"total_timesteps": 5000, "learning_starts": 500, "policy_lr": 1e-3}
+    sizes = {"total_timesteps": 5000, "learning_starts": 500, "policy_lr": 1e-3, "batch_size": 128}
     script.train(script.Args(env_id="Pendulum-v1", run_dir=str(tmp_path), **sizes))
     returns = scalars(next(tmp_path.iterdir()), "charts/episodic_return")
     assert np.median(returns[:5]) < -700
