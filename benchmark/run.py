@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -118,15 +117,19 @@ def command(args, mode, seed, folder):
     return [str(HERE / program), *rest, *common, *args.flags.split()]
 
 
+def end_with_parent():
+    """Have this process killed when its parent ends, even if that is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def start(words, folder, **pipes):
     """Start the Python program and arguments `words` in a session of its own; its stderr goes to log.txt in `folder`.
 
-    Ctrl-C is for us alone, but the process ends with us, even if we are killed.
+    Ctrl-C is for us alone, but the process ends with us.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    end_with_us = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     with open(folder / "log.txt", "w") as log:
-        settings = {"stderr": log, "text": True, "start_new_session": True, "preexec_fn": end_with_us}
+        settings = {"stderr": log, "text": True, "start_new_session": True, "preexec_fn": end_with_parent}
         return subprocess.Popen([sys.executable, *words], **settings, **pipes)
 
 

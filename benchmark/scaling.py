@@ -219,8 +219,8 @@ def measure(algo, flags, modes, seconds):
 
 
 def in_process(*inputs):
-    """`measure` in a process of its own."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    """`measure` in a process of its own, which ends with us."""
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=run.end_with_parent) as pool:
         return pool.submit(measure, *inputs).result()
 
 
