@@ -86,6 +86,13 @@ def store(path, result):
     os.replace(temporary, path)
 
 
+def stored(results, kind, algos):
+    """The results of each machine that has some: a list of those of `algos` in results/<machine>/<kind>/<algo>.json."""
+    for folder in sorted(results.glob(f"*/{kind}")):
+        paths = [folder / f"{algo}.json" for algo in algos]
+        yield [json.loads(path.read_text()) for path in paths if path.exists()]
+
+
 if __name__ == "__main__":
     print(json.dumps(machine(), indent=2))
     print(slug(machine()))

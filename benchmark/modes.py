@@ -7,7 +7,6 @@
 A round trains a script eagerly and in each mode, in turns (run.py), from an empty compiler cache.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import run
 import torch
 import tyro
 from figures import named
-from machine import machine, slug, store, where
+from machine import machine, slug, store, stored, where
 from tables import Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,9 +74,7 @@ def rows(data):
 def table(results):
     """A Markdown table for each machine that has been measured."""
     parts = []
-    for folder in sorted(results.glob("*/modes")):
-        paths = [folder / f"{algo}.json" for algo in run.DEFAULTS]
-        measured = [json.loads(path.read_text()) for path in paths if path.exists()]
+    for measured in stored(results, "modes", run.DEFAULTS):
         lines = [row for data in measured for row in rows(data)]
         parts.append(Table(f"{where(measured[0]['machine'])}:", HEADER, lines).markdown())
     return "\n\n".join(parts) or Table("", HEADER, [["all", "all", "not measured", "", ""]]).markdown()

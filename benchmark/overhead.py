@@ -6,14 +6,13 @@
 A round trains a script alone and with each instrument, in turns (run.py). A profile records its twenty steps once.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import run
 import tyro
 from figures import named
-from machine import machine, slug, store, where
+from machine import machine, slug, store, stored, where
 from tables import Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,9 +76,7 @@ def rows(data):
 def table(results):
     """A Markdown table for each machine that has been measured."""
     parts = []
-    for folder in sorted(results.glob("*/overhead")):
-        paths = [folder / f"{algo}.json" for algo in TASKS]
-        measured = [json.loads(path.read_text()) for path in paths if path.exists()]
+    for measured in stored(results, "overhead", TASKS):
         lines = [row for data in measured for row in rows(data)]
         text = f"Speed with an instrument over speed without, {where(measured[0]['machine'])}:"
         parts.append(Table(text, HEADER, lines).markdown())

@@ -28,7 +28,7 @@ import run
 import torch
 import turns
 import tyro
-from machine import machine, slug, store, where
+from machine import machine, slug, store, stored, where
 from timing import in_turns, seconds_per_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -311,13 +311,15 @@ def table(results):
         "|---|---|---|---|---|---|---|",
     ]
     parts = []
-    for folder in sorted(results.glob("*/scaling")) or [None]:
-        paths = {algo: folder / f"{algo}.json" for algo in CASES} if folder else {}
-        data = {algo: json.loads(path.read_text()) for algo, path in paths.items() if path.exists()}
+    for measured in list(stored(results, "scaling", CASES)) or [[]]:
+        data = {one["algo"]: one for one in measured}
         for machine_text in dict.fromkeys(where(one["machine"]) for one in data.values()):
             parts.append(f"{machine_text}:")
         parts.append("\n".join([*head, *(row(algo, data.get(algo)) for algo in CASES)]))
-        pictures = [f"![{CASES[algo].title}](../results/{folder.parent.name}/scaling/{algo}.png)" for algo in data]
+        pictures = [
+            f"![{CASES[algo].title}](../results/{slug(one['machine'])}/scaling/{algo}.png)"
+            for algo, one in data.items()
+        ]
         parts += ["\n".join(pictures)] * bool(pictures)
     return "\n\n".join(parts)
 

@@ -27,8 +27,7 @@ class FrameDump(Instrument):
     def prepare(self, script, args):
         super().prepare(script, args)
         if not hasattr(script, "make_games"):
-            print("error: --dump-frames: only Atari has frames; leave this out", file=sys.stderr)
-            raise SystemExit(2)
+            script.refuse("dump_frames", self.interval, "only Atari has frames; leave this out")
 
     def start(self, run):
         super().start(run)

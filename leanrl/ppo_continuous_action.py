@@ -614,11 +614,14 @@ def check_args(args):
         check_compile_mode(args, name, getattr(args, name, None) or "default")
 
 
+GRAPH_MODES = ("reduce-overhead", "max-autotune")  # they make CUDA graphs of their own
+
+
 def check_compile_mode(args, name, mode):
     """Refuse a mode without --compile, and one with CUDA graphs of its own inside of --cudagraphs."""
     if mode != "default" and not args.compile:
         refuse(name, mode, f"give --compile too, or --{name.replace('_', '-')} default")
-    if mode in ("reduce-overhead", "max-autotune") and args.cudagraphs:
+    if mode in GRAPH_MODES and args.cudagraphs:
         refuse(name, mode, "it makes CUDA graphs of its own; leave out --cudagraphs, or give another mode")
 
 
@@ -628,7 +631,7 @@ def prepare(args):
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if getattr(args, "cudagraphs", False) and device.type != "cuda":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
-    if getattr(args, "compile_mode", None) in ("reduce-overhead", "max-autotune") and device.type != "cuda":
+    if getattr(args, "compile_mode", None) in GRAPH_MODES and device.type != "cuda":
         print(f"warning: CUDA graphs of --compile-mode {args.compile_mode} need a CUDA device", file=sys.stderr)
     compiler = os.environ.get("CXX", "g++") if device.type == "cpu" else os.environ.get("CC", "gcc")
     if getattr(args, "compile", False) and not shutil.which(compiler):

@@ -433,7 +433,7 @@ def test_order_of_frames():
         (["--", "leanrl/nothing.py"], "-- leanrl/nothing.py: there is no such file"),
         (["--", "tests/catch.py"], "-- tests/catch.py: it has no `train` and `main`"),
         (["--dump-frames", "-1", "--", "leanrl/dqn.py"], "--dump-frames -1: give a number from 0"),
-        (["--dump-frames", "9", "--", "leanrl/dqn.py"], "--dump-frames: only Atari has frames"),
+        (["--dump-frames", "9", "--", "leanrl/dqn.py"], "--dump-frames 9: only Atari has frames"),
         (["--watch", "--", "leanrl/dqn.py", "--evaluate", "runs/x"], "--evaluate: instruments watch training"),
         (["--profile", "--", "leanrl/dqn.py", "--env-id", "Pendulum-v1"], "--env-id Pendulum-v1: choose"),
     ],
