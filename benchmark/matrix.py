@@ -158,6 +158,7 @@ class Job:
             return result | {"failed": str(folder / "log.txt"), "exit_code": status}
         (path,) = summaries
         result["summary"] = json.loads(path.read_text())
+        result["summary"].pop("turn_speeds", None)
         config = path.with_name("config.json")
         if config.exists():  # peers have none
             result["config"] = json.loads(config.read_text())
@@ -204,6 +205,8 @@ def jobs(args):
     for i, seed in enumerate(args.seeds):
         for algo in args.algos:
             modes = [mode for mode in args.modes if mode in run.modes_of(algo)]
+            if not modes:
+                continue
             in_turn = modes if i % 2 == 0 else modes[::-1]
             for group in [[mode] for mode in in_turn] if args.learn else [in_turn]:
                 yield Job(args, algo, group, seed)
@@ -233,7 +236,7 @@ def measure(todo, out, here):
 
 def missing(mode):
     """What a mode needs and this machine has not, or None."""
-    if mode not in run.possible([mode]):
+    if run.needs_device(mode):
         return "a CUDA device"
     if mode in run.PEERS and not find_spec(run.PEER_MODULES[mode]):
         return "requirements/peers.txt"
@@ -263,6 +266,8 @@ def complete(args):
         if need:
             print(f"skipped: {mode} needs {need}", file=sys.stderr)
     args.modes = tuple(mode for mode, need in needs.items() if not need)
+    if not args.modes:
+        run.refuse_modes(modes)
     args.seeds = args.seeds or ((21,) if args.quick else (21, 31, 41))
 
 

@@ -4,7 +4,8 @@
     python benchmark/modes.py --algos dqn --seeds 1 2 3
     python benchmark/report.py                 # put the results into doc/torch_compile.md
 
-A round trains a script eagerly and in each mode, in turns (run.py), from an empty compiler cache.
+A round trains a script eagerly and in each mode, in turns (run.py), from an empty compiler cache. Modes that make CUDA
+graphs are left out where there is no CUDA device.
 """
 
 from dataclasses import dataclass
@@ -33,8 +34,6 @@ HEADER = ("", "mode", "steps/s", "ratio to default", "until steady, s")
 class Args:
     algos: tuple[str, ...] = tuple(run.DEFAULTS)
     """names of the plain scripts"""
-    modes: tuple[str, ...] = tuple(MODES)
-    """modes of torch.compile, and eager; those that make CUDA graphs are left out without a CUDA device"""
     seeds: tuple[int, ...] = (1,)
     """one round for each seed"""
     run_dir: Path = Path("runs/modes")
@@ -45,7 +44,7 @@ class Args:
 
 def measure(args, algo):
     """Speed and warm-up of each mode, a list over seeds of each."""
-    modes = [mode for mode in args.modes if torch.cuda.is_available() or mode not in NEED_CUDA]
+    modes = [mode for mode in MODES if torch.cuda.is_available() or mode not in NEED_CUDA]
     programs = {mode: ["turns.py", f"{algo}_torchcompile", *MODES[mode]] for mode in modes}
     settings = run.RunArgs(total_timesteps=run.DEFAULTS[algo].quick_steps, flags=run.DEFAULTS[algo].flags)
     summaries = run.run_programs(algo, programs, args.seeds, args.run_dir / algo, settings)
@@ -82,9 +81,6 @@ def table(results):
 
 def main(args):
     run.check("algos", args.algos, run.DEFAULTS)
-    run.check("modes", args.modes, MODES)
-    if "default" not in args.modes:
-        args.modes = ("default", *args.modes)
     for algo in args.algos:
         this = machine()
         path = args.results / slug(this) / "modes" / f"{algo}.json"

@@ -3,16 +3,19 @@
     python benchmark/overhead.py    # SAC and PPO for Atari; twenty minutes on 2 cores
     python benchmark/report.py      # put the results into doc/debugging.md
 
-A round trains a script alone and with each instrument, in turns (run.py). A profile records its twenty steps once.
+A round trains a script alone and with each instrument, in turns (run.py), without CUDA graphs where there is no CUDA
+device.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import run
 import tyro
 from figures import named
 from machine import machine, slug, store, stored, where
+from scipy.stats import bootstrap
 from tables import Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,8 +39,6 @@ HEADER = ("", "instrument", *MODES)
 class Args:
     algos: tuple[str, ...] = tuple(TASKS)
     """names of the plain scripts"""
-    modes: tuple[str, ...] = MODES
-    """modes of run.py; without a CUDA device those with cudagraphs are left out"""
     seeds: tuple[int, ...] = (1, 2)
     """one round for each seed, of each mode"""
     run_dir: Path = Path("runs/overhead")
@@ -47,14 +48,29 @@ class Args:
 
 
 def measure(args, algo, mode):
-    """Steps per second with each instrument, one per seed."""
+    """Steps per second with each instrument, a list over turns of all seeds."""
     steps, flags = TASKS[algo]
     kinds = [name for name in INSTRUMENTS if "atari" in algo or name not in ATARI_ONLY]
     words = run.MODES[mode][1:]
     programs = {name: ["watched.py", INSTRUMENTS[name], *(word.format(algo=algo) for word in words)] for name in kinds}
     settings = run.RunArgs(total_timesteps=steps, flags=flags)
     summaries = run.run_programs(algo, programs, args.seeds, args.run_dir / algo / mode, settings)
-    return {name: [summary["steady_sps"] for summary in own] for name, own in summaries.items()}
+    return {name: [speed for summary in own for speed in summary["turn_speeds"]] for name, own in summaries.items()}
+
+
+def ratio(watched, alone, axis=-1):
+    """Speed over all turns, with an instrument over without: turns have equal numbers of steps."""
+    return np.sum(1 / np.asarray(alone), axis) / np.sum(1 / np.asarray(watched), axis)
+
+
+def cell(speeds, name):
+    """The ratio and its 95% bootstrap interval over turns, by which machines scatter; `speeds` are one mode's."""
+    if name not in speeds:
+        return "not measured"
+    pairs = (speeds[name], speeds[ALONE])
+    settings = {"paired": True, "method": "percentile", "n_resamples": 2000, "rng": np.random.default_rng(0)}
+    interval = bootstrap(pairs, ratio, **settings).confidence_interval
+    return f"{ratio(*pairs):.3f} ({interval.low:.3f} to {interval.high:.3f})"
 
 
 def rows(data):
@@ -63,12 +79,7 @@ def rows(data):
     for name in INSTRUMENTS:
         if name == ALONE or not any(name in speeds for speeds in data["modes"].values()):
             continue
-        cells = []
-        for mode in MODES:
-            speeds = data["modes"].get(mode, {})
-            pairs = zip(speeds.get(name, []), speeds.get(ALONE, []), strict=True) if name in speeds else []
-            ratios = [watched / alone for watched, alone in pairs]
-            cells.append(run.spread(ratios, "{:.3f}") if ratios else "not measured")
+        cells = [cell(data["modes"].get(mode, {}), name) for mode in MODES]
         lines.append([named(data["algo"], run.DEFAULTS[data["algo"]].env_id), f"`{name}`", *cells])
     return lines
 
@@ -78,7 +89,7 @@ def table(results):
     parts = []
     for measured in stored(results, "overhead", TASKS):
         lines = [row for data in measured for row in rows(data)]
-        text = f"Speed with an instrument over speed without, {where(measured[0]['machine'])}:"
+        text = f"Speed with an instrument over speed without, and its 95% interval, {where(measured[0]['machine'])}:"
         parts.append(Table(text, HEADER, lines).markdown())
     nothing = [["all", "all", *["not measured"] * len(MODES)]]
     return "\n\n".join(parts) or Table("", HEADER, nothing).markdown()
@@ -86,11 +97,10 @@ def table(results):
 
 def main(args):
     run.check("algos", args.algos, TASKS)
-    run.check("modes", args.modes, MODES)
     for algo in args.algos:
         this = machine()
         path = args.results / slug(this) / "overhead" / f"{algo}.json"
-        modes = {mode: measure(args, algo, mode) for mode in run.possible(args.modes)}
+        modes = {mode: measure(args, algo, mode) for mode in run.possible(MODES)}
         store(path, {"algo": algo, "seeds": args.seeds, "machine": this, "modes": modes})
     print(table(args.results))
 

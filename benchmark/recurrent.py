@@ -8,14 +8,15 @@ is compiled, and of a compiled cell in a loop outside.
 """
 
 import json
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import tyro
 from machine import machine, slug, store, where
 from tables import Table
+from timing import DEVICE, seconds_per_call
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,7 +63,13 @@ def counting(counts):
 
 
 def inputs(length):
-    return torch.randn(length, BATCH, FEATURES), torch.zeros(BATCH, FEATURES), torch.zeros(length, BATCH)
+    shapes = (length, BATCH, FEATURES), (BATCH, FEATURES), (length, BATCH)
+    return [torch.zeros(shape, device=DEVICE) for shape in shapes]
+
+
+def first_call(network, length):
+    """Its seconds."""
+    return seconds_per_call(partial(network, *inputs(length)), 1)
 
 
 @torch.no_grad()
@@ -70,10 +77,9 @@ def loop_inside(length):
     """Operations in the graph, and seconds of the first call, of the whole loop compiled."""
     torch._dynamo.reset()
     counts = []
-    network = torch.compile(Recurrent(), fullgraph=True, dynamic=False, backend=counting(counts))
-    begin = time.perf_counter()
-    network(*inputs(length))
-    return sum(counts), time.perf_counter() - begin
+    network = torch.compile(Recurrent().to(DEVICE), fullgraph=True, dynamic=False, backend=counting(counts))
+    seconds = first_call(network, length)
+    return sum(counts), seconds
 
 
 @torch.no_grad()
@@ -81,11 +87,10 @@ def loop_outside(length):
     """The same of the step alone compiled, and called from a loop in Python."""
     torch._dynamo.reset()
     counts = []
-    network = Recurrent()
+    network = Recurrent().to(DEVICE)
     network.step = torch.compile(network.step, fullgraph=True, dynamic=False, backend=counting(counts))
-    begin = time.perf_counter()
-    network(*inputs(length))
-    return sum(counts), time.perf_counter() - begin
+    seconds = first_call(network, length)
+    return sum(counts), seconds
 
 
 def table(results):

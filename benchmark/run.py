@@ -100,9 +100,20 @@ def modes_of(algo):
     return [*MODES, *(() if algo in WITHOUT_PEERS else PEERS)]
 
 
+def needs_device(mode):
+    """Whether a mode needs a CUDA device that is not there."""
+    return "cudagraphs" in mode and not torch.cuda.is_available()
+
+
 def possible(modes):
-    """Those of `modes` that this machine can run: without a CUDA device none with CUDA graphs."""
-    return [mode for mode in modes if torch.cuda.is_available() or "cudagraphs" not in mode]
+    """Those of `modes` that this machine can run; refused if there are none."""
+    return [mode for mode in modes if not needs_device(mode)] or refuse_modes(modes)
+
+
+def refuse_modes(modes):
+    """End the program: this machine can run none of `modes`."""
+    print(f"error: --modes {' '.join(modes)}: none of them can run here; add plain, eager or compile", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def command(args, mode, seed, folder):
@@ -182,19 +193,23 @@ def run_round(args, modes, seed, on_turn=lambda mode: None):
 def run_programs(algo, programs, seeds, folder, settings):
     """Train `programs`, words of commands by name, side by side, a round for each seed: lists of summaries by name.
 
-    Their runs are in `folder`, which is emptied. SystemExit if one leaves no summary. `settings` are RunArgs.
+    Their runs are in `folder`, which is emptied. SystemExit if one crashes or ends before it is measured. `settings`
+    are RunArgs.
     """
     shutil.rmtree(folder, ignore_errors=True)
     args = Args(algo=algo, run_dir=folder, **vars(settings))
     summaries = {name: [] for name in programs}
     with patch.dict(MODES, programs):
         for round_, seed in enumerate(seeds):
-            run_round(args, list(programs) if round_ % 2 == 0 else list(programs)[::-1], seed)
-            for name in programs:
-                paths = list((folder / name / str(seed)).glob("*/summary.json"))
-                if not paths:
-                    raise SystemExit(f"error: {algo}, {name}: no summary; see {folder / name / str(seed)}/log.txt")
-                summaries[name].append(json.loads(paths[0].read_text()))
+            statuses = run_round(args, list(programs) if round_ % 2 == 0 else list(programs)[::-1], seed)
+            for name, own in summaries.items():
+                runs = folder / name / str(seed)
+                if statuses[name]:
+                    raise SystemExit(f"error: {algo}, {name}: a run has crashed; see {runs}/log.txt")
+                (path,) = runs.glob("*/summary.json")
+                own.append(json.loads(path.read_text()))
+                if not own[-1]["steady_sps"]:
+                    raise SystemExit(f"error: {algo}, {name}: {args.total_timesteps} steps are too few to be measured")
     return summaries
 
 

@@ -1,7 +1,7 @@
 """How fast the turbo scripts are with more environments and with larger batches, beside what no script can pass.
 
     python benchmark/scaling.py                        # all scripts; hours
-    python benchmark/scaling.py --algos dqn --no-compile
+    python benchmark/scaling.py --algos dqn --no-compile --results /tmp/eager
     python benchmark/report.py                         # put the results into doc/speed.md, and draw them
 
 The floors are measured too, in the same process: the environments alone, with random actions, and the matmuls and
@@ -11,8 +11,8 @@ With more environments PPO's rollouts are as much shorter: an iteration has as m
 """
 
 import contextlib
+import io
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -83,7 +83,7 @@ class Args:
     seconds: float = 10
     """of training in steady state, for each point"""
     results: Path = ROOT / "results"
-    """folder that receives <machine>/scaling/<algo>.json"""
+    """folder that receives <machine>/scaling/<algo>.json, in place of an earlier one"""
 
 
 class Measured(Exception):
@@ -116,10 +116,15 @@ class Matmuls(TorchDispatchMode):
 
 def train(script, flags, on_log):
     """Train until `on_log` or what it does to the learner raises Measured."""
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+    log = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
         args = script.Args(total_timesteps=10**9, run_dir=folder, **flags)
-        with contextlib.redirect_stderr(nowhere), contextlib.suppress(Measured):
-            script.train(args, on_log)
+        try:
+            with contextlib.redirect_stderr(log), contextlib.suppress(Measured):
+                script.train(args, on_log)
+        except SystemExit:
+            print(log.getvalue().splitlines()[-1], file=sys.stderr)
+            raise
 
 
 def matmuls_alone(script, flags, period):
@@ -231,11 +236,10 @@ def measure_all(args, algo):
     data = {"algo": algo, "modes": modes, "machine": machine(), "num_envs": {}, "batch": {}}
     points = [("num_envs", n, case.with_envs(n)) for n in args.num_envs]
     points += [("batch", batch, case.with_batch(batch)) for batch in args.batches or case.batches]
-    path = args.results / slug(data["machine"]) / "scaling" / f"{algo}.json"
     for name, value, flags in points:
         print(f"{algo}: {name} {value}", file=sys.stderr, flush=True)
         data[name][value] = in_process(algo, flags, modes, args.seconds)
-        store(path, data)
+    store(args.results / slug(data["machine"]) / "scaling" / f"{algo}.json", data)
 
 
 def draw_all(results):
@@ -326,6 +330,9 @@ def table(results):
 
 def main(args):
     run.check("algos", args.algos, CASES)
+    if args.cudagraphs and not torch.cuda.is_available():
+        print("error: --cudagraphs True: there is no CUDA device; give --no-cudagraphs", file=sys.stderr)
+        raise SystemExit(2)
     for algo in args.algos:
         measure_all(args, algo)
     print(table(args.results))

@@ -22,6 +22,7 @@ class Turns:
     def __init__(self, total_timesteps):
         self.steps, self.steps_taken, self.begin = total_timesteps // 60, 0, None
         self.seconds = self.waited = 0.0
+        self.speeds = []
         self.channel = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what others print goes to the log
 
@@ -31,7 +32,10 @@ class Turns:
         if self.begin:
             if step - self.begin[0] < self.steps:
                 return
-            self.steps_taken, self.seconds = self.steps_taken + step - self.begin[0], self.seconds + now - self.begin[1]
+            steps, seconds = step - self.begin[0], now - self.begin[1]
+            self.speeds.append(steps / seconds)
+            self.steps_taken += steps
+            self.seconds += seconds
         print("over", file=self.channel, flush=True)
         if not sys.stdin.readline():
             raise SystemExit("nobody is there any more to begin the next turn")
@@ -71,6 +75,7 @@ def main(name, *flags, attach=lambda script: None):
     path = max(Path(args.run_dir).glob("*/summary.json"), key=lambda path: path.stat().st_mtime)
     summary = json.loads(path.read_text())  # which has counted the others' turns too
     summary |= {"steady_sps": turns.steps_per_second, "wall_seconds": summary["wall_seconds"] - turns.waited}
+    summary["turn_speeds"] = turns.speeds
     path.write_text(json.dumps(summary, indent=2))
 
 

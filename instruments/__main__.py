@@ -106,8 +106,8 @@ def main(words):
             refuse(f"--{flag.replace('_', '-')} {getattr(args, flag)}: give a number from 0")
     name = others[0]
     path = Path(name)
-    if not path.is_file():
-        refuse(f"-- {name}: there is no such file; give the path of a script")
+    if not path.is_file() or path.suffix != ".py":
+        refuse(f"-- {name}: this is no Python file; give the path of a script")
     script = load(path)
     if not hasattr(script, "train") or not hasattr(script, "main"):
         refuse(f"-- {name}: it has no `train` and `main`; give a script of leanrl/ or an edited copy of one")

@@ -1,6 +1,7 @@
 """What an Atari policy sees."""
 
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ class FrameDump(Instrument):
         super().prepare(script, args)
         if not hasattr(script, "make_games"):
             script.refuse("dump_frames", self.interval, "only Atari has frames; leave this out")
+        if not find_spec("matplotlib"):
+            script.refuse("dump_frames", self.interval, "pip install matplotlib, or leave this out")
 
     def start(self, run):
         super().start(run)

@@ -135,14 +135,16 @@ def keep_gradients(adam):
         initialise(self, weights, lr)
         self.weights = weights
         self.gradient = torch.zeros_like(weights)
+        self.intact = torch.ones((), dtype=torch.bool, device=weights.device)
 
     def step_and_keep(self, weights, gradient):
-        intact = self.gradient.isfinite().all()
-        self.gradient.copy_(torch.where(intact, gradient, self.gradient))
+        torch.where(self.intact, gradient, self.gradient, out=self.gradient)
+        self.intact.logical_and_(gradient.sum().isfinite())
         step(self, weights, gradient)
 
     def tensors_to_save(self):
-        return {name: value for name, value in tensors(self).items() if name not in ("weights", "gradient")}
+        own = ("weights", "gradient", "intact")
+        return {name: value for name, value in tensors(self).items() if name not in own}
 
     adam.__init__, adam.step, adam.tensors = __init__, step_and_keep, tensors_to_save
 

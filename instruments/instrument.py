@@ -5,7 +5,7 @@ import time
 import numpy as np
 import torch
 
-SHARE = 0.005  # of a run's time, for each thing that an instrument does again and again
+SHARE = 0.002  # of a run's time, for each thing that an instrument does again and again
 
 
 class Instrument:
@@ -31,7 +31,8 @@ class Instrument:
 class Pace:
     """Lets something happen as often as it stays below a share of the run's time.
 
-    `with pace:` measures what it costs; then `due` is False until that is at most SHARE of the time gone by.
+    `with pace:` measures what it costs; then `due` is False until that is at most SHARE of the time gone by. Time is
+    that in which the thread works: while others have the processor a run gets nowhere.
     """
 
     def __init__(self):
@@ -39,13 +40,13 @@ class Pace:
 
     @property
     def due(self):
-        return time.perf_counter() >= self.next
+        return time.thread_time() >= self.next
 
     def __enter__(self):
-        self.begin = time.perf_counter()
+        self.begin = time.thread_time()
 
     def __exit__(self, *error):
-        now = time.perf_counter()
+        now = time.thread_time()
         self.next = now + (now - self.begin) / SHARE
 
 

@@ -12,8 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+try:
+    from matplotlib.figure import Figure
+except ImportError:
+    print("error: instruments.plots: pip install matplotlib", file=sys.stderr)
+    raise SystemExit(2) from None
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito (2008)
 LINES = ("-", "--", "-.", ":")
@@ -77,6 +82,9 @@ def draw(args):
     for axes in all_axes:
         if axes.lines:
             axes.legend(fontsize=8)
+    for axes, tag in zip(all_axes[1:], tags, strict=True):
+        if not axes.lines:
+            print(f"warning: --tags {tag}: no run has it", file=sys.stderr)
     figure.savefig(args.output, dpi=120)
 
 
@@ -85,6 +93,9 @@ def main(args):
         if not list(folder.glob("events.out.*")):
             print(f"error: runs {folder}: no TensorBoard events in there; give folders of runs", file=sys.stderr)
             raise SystemExit(2)
+    if args.output.suffix not in (".png", ".svg") or not args.output.parent.is_dir():
+        print(f"error: --output {args.output}: give a PNG or SVG file in a folder that exists", file=sys.stderr)
+        raise SystemExit(2)
     if args.labels and len(args.labels) != len(args.runs):
         print(f"error: --labels {' '.join(args.labels)}: give one for each of {len(args.runs)} runs", file=sys.stderr)
         raise SystemExit(2)

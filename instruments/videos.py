@@ -21,8 +21,10 @@ class VideoOnDemand(Instrument):
         self.request.unlink()
         try:
             self.record(self.run.folder / "videos" / f"step-{self.run.step}")
-        except (Exception, SystemExit) as error:  # refusals, and what renderers raise: training is worth more
-            tqdm.write(f"warning: no video: {error}", file=sys.stderr)
+        except SystemExit:
+            tqdm.write("warning: no video, for the reason above; training goes on", file=sys.stderr)
+        except Exception as error:  # whatever renderers raise
+            tqdm.write(f"warning: no video: {error}; training goes on", file=sys.stderr)
 
     def record(self, folder):
         envs = self.script.evaluation_envs(self.run.args, folder)

@@ -631,8 +631,11 @@ def prepare(args):
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     if getattr(args, "cudagraphs", False) and device.type != "cuda":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
-    if getattr(args, "compile_mode", None) in GRAPH_MODES and device.type != "cuda":
-        print(f"warning: CUDA graphs of --compile-mode {args.compile_mode} need a CUDA device", file=sys.stderr)
+    for name in ("compile_mode", "critic_compile_mode"):
+        mode = getattr(args, name, None)
+        if mode in GRAPH_MODES and device.type != "cuda":
+            flag = f"--{name.replace('_', '-')} {mode}"
+            print(f"warning: CUDA graphs of {flag} need a CUDA device; running without", file=sys.stderr)
     compiler = os.environ.get("CXX", "g++") if device.type == "cpu" else os.environ.get("CC", "gcc")
     if getattr(args, "compile", False) and not shutil.which(compiler):
         refuse("compile", args.compile, f"install {compiler}, which torch.compile calls, or give --no-compile")

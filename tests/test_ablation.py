@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +76,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 @dataclass
 class Args:
@@ -167,6 +169,16 @@ def test_both_ways_of_a_tip_do_the_same(name):
     """Where `keep_freed_memory` differs is the process."""
     module = importlib.import_module(name)
     torch.testing.assert_close(module.before(), module.after(), rtol=1e-4, atol=1e-6)
+
+
+def test_scaling_repeats_why_a_run_has_ended(capsys):
+    def train(args, on_log):
+        print("error: --compile True: install g++", file=sys.stderr)
+        raise SystemExit(2)
+
+    with pytest.raises(SystemExit) as stop:
+        scaling.train(SimpleNamespace(Args=SimpleNamespace, train=train), {}, on_log=None)
+    assert stop.value.code == 2 and capsys.readouterr().err == "error: --compile True: install g++\n"
 
 
 def test_a_point_of_scaling_counts_what_an_update_computes():

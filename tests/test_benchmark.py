@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ import modes  # noqa: E402
 import monitor  # noqa: E402
 import overhead  # noqa: E402
 import run  # noqa: E402
+import scaling  # noqa: E402
 import turns  # noqa: E402
 
 
@@ -86,6 +89,27 @@ def test_a_mode_that_dies_leaves_the_rest_of_its_round_alone(death, tmp_path, mo
     assert statuses == {"good": 0, "bad": 3} and (tmp_path / "done").exists()
 
 
+@pytest.mark.parametrize(
+    ("speed", "status", "message"),
+    [(7.5, 0, None), (7.5, 1, "a run has crashed"), (None, 0, "300 steps are too few")],
+)
+def test_only_runs_that_were_measured_give_speeds(speed, status, message, tmp_path):
+    body = f"""
+(folder,) = [Path(word.split("=")[1]) / "run" for word in sys.argv if word.startswith("--run-dir=")]
+folder.mkdir()
+(folder / "summary.json").write_text(json.dumps({{"steady_sps": {speed}}}))
+turns(1)
+sys.exit({status})
+"""
+    programs = {"one": [str(program(tmp_path / "one.py", f"import json\nfrom pathlib import Path\n{body}"))]}
+    measured = partial(run.run_programs, "dqn", programs, (1, 2), tmp_path / "runs", run.RunArgs(total_timesteps=300))
+    if message:
+        with pytest.raises(SystemExit, match=f"error: dqn, one: {message}"):
+            measured()
+    else:
+        assert measured() == {"one": [{"steady_sps": 7.5}] * 2}
+
+
 def test_a_round_that_is_interrupted_leaves_no_process(tmp_path, monkeypatch):
     body = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nfor step in range(10**9):\n    turns(step)"
     monkeypatch.setattr(run, "MODES", {"endless": [str(program(tmp_path / "endless.py", body))]})
@@ -138,6 +162,10 @@ def test_bad_input(tmp_path, capsys):
     assert line.startswith("error: --modes fast: choose from plain, eager")
     line = refused(capsys, run.main, run.Args(algo="sac_atari", modes=("sb3",)))  # which has no SAC-discrete
     assert line.startswith("error: --modes sb3: choose from plain, eager")
+    line = refused(capsys, run.main, run.Args(modes=("cudagraphs",)))
+    assert line.startswith("error: --modes cudagraphs: none of them can run here")
+    line = refused(capsys, scaling.main, scaling.Args(cudagraphs=True))
+    assert line.startswith("error: --cudagraphs True: there is no CUDA device")
     line = refused(capsys, run.main, run.Args(algo="a2c"))
     assert line.startswith("error: --algo a2c: choose from sac_continuous_action")
     line = refused(capsys, matrix.main, matrix.Args(algos=("ppo_continuous_action",), modes=("sb3",), learn=True))
@@ -333,6 +361,17 @@ def test_modes_are_skipped_for_want_of_a_device_or_of_packages(capsys, monkeypat
     ]
 
 
+def test_modes_of_which_none_can_run(capsys, monkeypatch):
+    monkeypatch.setattr(matrix, "find_spec", lambda module: True)
+    out, _ = commands(capsys, algos=("sac_atari", "dqn"), modes=("sb3",), seeds=(1,))
+    (line,) = out.splitlines()  # SAC for Atari has no peers
+    assert line.startswith("python benchmark/peers.py sb3 dqn")
+    with pytest.raises(SystemExit) as ended:
+        commands(capsys, modes=("cudagraphs",))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[1].startswith("error: --modes cudagraphs: none of them can run here")
+
+
 @pytest.mark.parametrize("changed", [{"flags": "--gamma 0"}, {"num_envs": 4}])
 def test_results_of_other_settings_need_a_folder_of_their_own(changed, capsys):
     line = refused(capsys, matrix.main, matrix.Args(dry_run=True, **changed))
@@ -390,10 +429,12 @@ def test_scripts_understand_the_flags_of_the_modes(algo):
 
 
 def test_overhead_is_a_ratio_to_the_run_alone():
-    speeds = {"none": [100.0, 100.0], "--watch": [99.0, 101.0]}
-    data = {"algo": "sac_continuous_action", "modes": {"eager": speeds}}
-    name = "SAC, HalfCheetah-v5"
-    assert overhead.rows(data) == [[name, "`--watch`", "1.000 (0.990 to 1.010)", *["not measured"] * 3]]
+    """Of all turns together: 0.2 and 0.25 seconds here, with one step in each turn."""
+    speeds = {"none": [100.0, 100.0, 50.0] * 5, "--watch": [100.0, 50.0, 50.0] * 5}
+    ((name, instrument, cell, *others),) = overhead.rows({"algo": "dqn", "modes": {"eager": speeds}})
+    assert (name, instrument, others) == ("DQN, CartPole-v1", "`--watch`", ["not measured"] * 3)
+    ratio, low, high = map(float, re.findall(r"[\d.]+", cell))
+    assert ratio == 0.8 and 0.65 < low < 0.75 and 0.85 < high <= 1
 
 
 def test_watched_programs_train_in_turns(tmp_path):

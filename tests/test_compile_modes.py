@@ -47,8 +47,15 @@ def test_without_a_cuda_device_there_is_a_warning(name, tmp_path, capsys, monkey
     record_options(monkeypatch)
     flags = SIZES[name] | {"compile": True, "compile_mode": "reduce-overhead", "run_dir": str(tmp_path)}
     TURBO[name].train(TURBO[name].Args(**flags))
-    warning = "warning: CUDA graphs of --compile-mode reduce-overhead need a CUDA device"
-    assert warning in capsys.readouterr().err.splitlines()
+    warning = "warning: CUDA graphs of --compile-mode reduce-overhead need a CUDA device; running without"
+    assert [line for line in capsys.readouterr().err.splitlines() if "CUDA graphs of" in line] == [warning]
+
+
+@pytest.mark.parametrize("name", SEPARATE_CRITICS)
+def test_without_a_cuda_device_there_is_a_warning_for_critics_alone(name, capsys):
+    TURBO[name].prepare(TURBO[name].Args(compile=True, critic_compile_mode="max-autotune"))
+    warning = "warning: CUDA graphs of --critic-compile-mode max-autotune need a CUDA device; running without"
+    assert capsys.readouterr().err.splitlines() == [warning]
 
 
 def test_a_mode_without_graphs_goes_with_cudagraphs(name):

@@ -28,7 +28,7 @@ from test_edits import edited
 from test_training_on_cuda import SIZES
 
 from instruments import __main__ as command
-from instruments import instrument, plots
+from instruments import frames, instrument, plots
 from instruments.baseline import RandomBaseline
 from instruments.frames import FrameDump, in_order
 from instruments.gradients import GradientWatch, keep_gradients
@@ -257,6 +257,17 @@ def test_gradients_are_read_from_what_cuda_graphs_write(name, copy, tmp_path, al
     assert logged[0] == logged[1] == logged[2]
 
 
+def test_gradients_are_read_from_compiled_updates(copy, tmp_path, always):
+    norms = []
+    for compile in (False, True):
+        folder = tmp_path / str(compile)
+        run, _ = train(copy("dqn"), folder, [GradientWatch()], **SIZES["dqn"] | {"compile": compile})
+        norms.append({tag: scalars(run, f"gradients/{tag}")[:2] for tag in first_layers("dqn")})
+    assert all(len(own) == 2 for own in norms[0].values())
+    for tag, own in norms[0].items():
+        assert norms[1][tag] == pytest.approx(own, rel=1e-3), tag
+
+
 def first_layers(name):
     key = next(iter(make_learner(TURBO[name]).optimizers))
     networks = make_learner(TURBO[name]).tensors()["networks"][key]
@@ -300,10 +311,17 @@ def test_the_random_baseline_goes_to_bar_summary_and_plot(copy, tmp_path, capsys
     assert axes[-1]["linestyle"] == "--" and axes[-1]["y"] == np.float32(mean)
 
 
-def test_plots(copy, tmp_path):
+def test_plots(copy, tmp_path, capsys):
     run, _ = train(copy("dqn"), tmp_path / "run", [], **SIZES["dqn"])
+    capsys.readouterr()
     plots.main(plots.Args(runs=(run,), tags=("losses/*",), labels=("one",), output=tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").stat().st_size > 5000
+    assert not capsys.readouterr().err
+    plots.main(plots.Args(runs=(run,), tags=("losses/typo",), output=tmp_path / "plot.png"))
+    assert capsys.readouterr().err == "warning: --tags losses/typo: no run has it\n"
+    with pytest.raises(SystemExit) as stop:
+        plots.main(plots.Args(runs=(run,), output=tmp_path / "nowhere" / "plot.png"))
+    assert stop.value.code == 2 and "give a PNG or SVG file in a folder that exists" in capsys.readouterr().err
     assert np.allclose(plots.smooth(np.arange(50.0))[[0, 1, 30]], [0, 0.5, 20.5])
 
 
@@ -415,6 +433,15 @@ def test_a_scrambled_frame_stack_is_noticed(copy, tmp_path, capsys):
         assert ("frames are out of order" in capsys.readouterr().err) == warns
 
 
+def test_pictures_need_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(frames, "find_spec", lambda module: None)
+    script = SCRIPTS["turbo"]["dqn_atari"]
+    with pytest.raises(SystemExit) as stop:
+        FrameDump(9).prepare(script, script.Args())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: --dump-frames 9: pip install matplotlib, or leave this out\n"
+
+
 def test_order_of_frames():
     film = np.random.default_rng(0).integers(0, 255, (20, 6, 6))
     stacks = np.stack([film[t : t + 4] for t in range(8)])
@@ -430,7 +457,8 @@ def test_order_of_frames():
     ("words", "message"),
     [
         ([], "--: give a script behind two dashes"),
-        (["--", "leanrl/nothing.py"], "-- leanrl/nothing.py: there is no such file"),
+        (["--", "leanrl/nothing.py"], "-- leanrl/nothing.py: this is no Python file"),
+        (["--", "README.md"], "-- README.md: this is no Python file"),
         (["--", "tests/catch.py"], "-- tests/catch.py: it has no `train` and `main`"),
         (["--dump-frames", "-1", "--", "leanrl/dqn.py"], "--dump-frames -1: give a number from 0"),
         (["--dump-frames", "9", "--", "leanrl/dqn.py"], "--dump-frames 9: only Atari has frames"),
