@@ -64,7 +64,7 @@ CASES = {
     "dqn": Case("DQN", OFF_POLICY | {"start_e": 0.05, "end_e": 0.05}),
     "ppo_atari_envpool": Case("PPO, Atari", {}, iteration=1024),
     "dqn_atari": Case("DQN, Atari", OFF_POLICY | {"start_e": 0.01, "end_e": 0.01}, batches=(32, *BATCHES[:-1])),
-    "sac_atari": Case("SAC, Atari", OFF_POLICY),
+    "sac_atari": Case("SAC-discrete, Atari", OFF_POLICY),
 }
 
 
