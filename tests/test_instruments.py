@@ -316,9 +316,9 @@ def test_plots(copy, tmp_path, capsys):
     capsys.readouterr()
     plots.main(plots.Args(runs=(run,), tags=("losses/*",), labels=("one",), output=tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").stat().st_size > 5000
-    assert not capsys.readouterr().err
+    assert "--tags" not in capsys.readouterr().err
     plots.main(plots.Args(runs=(run,), tags=("losses/typo",), output=tmp_path / "plot.png"))
-    assert capsys.readouterr().err == "warning: --tags losses/typo: no run has it\n"
+    assert "warning: --tags losses/typo: no run has it" in capsys.readouterr().err.splitlines()
     with pytest.raises(SystemExit) as stop:
         plots.main(plots.Args(runs=(run,), output=tmp_path / "nowhere" / "plot.png"))
     assert stop.value.code == 2 and "give a PNG or SVG file in a folder that exists" in capsys.readouterr().err
