@@ -258,8 +258,7 @@ def complete(args):
     for name in ("flags", "num_envs"):
         if getattr(args, name) and is_published(args.out):
             remedy = "results/ is for the settings of the tables; give --out another folder"
-            print(f"error: --{name.replace('_', '-')} {getattr(args, name)}: {remedy}", file=sys.stderr)
-            raise SystemExit(2)
+            run.refuse(name.replace("_", "-"), getattr(args, name), remedy)
     modes = args.modes or tuple(run.MODES if args.quick else known)
     needs = {mode: missing(mode) for mode in modes}
     for mode, need in needs.items():

@@ -1,6 +1,6 @@
 """What each instrument costs of a run's steady speed.
 
-    python benchmark/overhead.py    # SAC and PPO for Atari; twenty minutes on 2 cores
+    python benchmark/overhead.py    # SAC and PPO for Atari; three quarters of an hour on 2 cores
     python benchmark/report.py      # put the results into doc/debugging.md
 
 A round trains a script alone and with each instrument, in turns (run.py), without CUDA graphs where there is no CUDA

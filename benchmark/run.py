@@ -107,13 +107,15 @@ def needs_device(mode):
 
 def possible(modes):
     """Those of `modes` that this machine can run; refused if there are none."""
-    return [mode for mode in modes if not needs_device(mode)] or refuse_modes(modes)
+    left = [mode for mode in modes if not needs_device(mode)]
+    if not left:
+        refuse_modes(modes)
+    return left
 
 
 def refuse_modes(modes):
     """End the program: this machine can run none of `modes`."""
-    print(f"error: --modes {' '.join(modes)}: none of them can run here; add plain, eager or compile", file=sys.stderr)
-    raise SystemExit(2)
+    refuse("modes", " ".join(modes), "none of them can run here; add plain, eager or compile")
 
 
 def command(args, mode, seed, folder):
@@ -255,12 +257,12 @@ def check(name, given, choices):
     """Refuse what is not among the choices of the argument `name`."""
     for value in given:
         if value not in choices:
-            refuse(name, value, choices)
+            refuse(name, value, f"choose from {', '.join(choices)}")
 
 
-def refuse(name, value, choices):
-    """End the program with a line about a bad argument, and exit code 2."""
-    print(f"error: --{name} {value}: choose from {', '.join(choices)}", file=sys.stderr)
+def refuse(name, value, remedy):
+    """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    print(f"error: --{name} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -271,8 +273,7 @@ def main(args):
     crashed = []
     if not args.report_only:
         if load(args.run_dir):
-            print(f"error: --run-dir {args.run_dir}: it holds runs; choose another, or --report-only", file=sys.stderr)
-            raise SystemExit(2)
+            refuse("run-dir", args.run_dir, "it holds runs; choose another, or --report-only")
         modes = possible(args.modes)
         for round_, seed in enumerate(args.seeds):
             print(f"seed {seed}", file=sys.stderr, flush=True)

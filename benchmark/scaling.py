@@ -331,8 +331,7 @@ def table(results):
 def main(args):
     run.check("algos", args.algos, CASES)
     if args.cudagraphs and not torch.cuda.is_available():
-        print("error: --cudagraphs True: there is no CUDA device; give --no-cudagraphs", file=sys.stderr)
-        raise SystemExit(2)
+        run.refuse("cudagraphs", args.cudagraphs, "there is no CUDA device; give --no-cudagraphs")
     for algo in args.algos:
         measure_all(args, algo)
     print(table(args.results))
