@@ -134,16 +134,16 @@ def keep_gradients(adam):
     def __init__(self, weights, lr):
         initialise(self, weights, lr)
         self.weights = weights
-        self.gradient = torch.zeros_like(weights)
-        self.intact = torch.ones((), dtype=torch.bool, device=weights.device)
+        self.gradients = torch.zeros(2, *weights.shape, device=weights.device)  # row 1: after one that was not finite
+        self.row = torch.zeros(1, dtype=torch.int64, device=weights.device)
 
     def step_and_keep(self, weights, gradient):
-        torch.where(self.intact, gradient, self.gradient, out=self.gradient)
-        self.intact.logical_and_(gradient.sum().isfinite())
+        self.gradients.index_copy_(0, self.row, gradient.unsqueeze(0))
+        self.row.bitwise_or_(gradient.sum().isfinite().logical_not())
         step(self, weights, gradient)
 
     def tensors_to_save(self):
-        own = ("weights", "gradient", "intact")
+        own = ("weights", "gradients", "row")
         return {name: value for name, value in tensors(self).items() if name not in own}
 
     adam.__init__, adam.step, adam.tensors = __init__, step_and_keep, tensors_to_save
@@ -169,7 +169,7 @@ class FlatLayers:
         optimizer = self.optimizer
         correction1, correction2 = (1 - optimizer.decay).unbind()
         change = optimizer.lr * (optimizer.m / correction1) / ((optimizer.v / correction2).sqrt() + self.script.EPS)
-        vectors = (optimizer.gradient, optimizer.weights, change.float())
+        vectors = (optimizer.gradients[0], optimizer.weights, change.float())
         if not self.places:
             return {self.name: vectors}
         return {layer: [x.as_strided(*place) for x in vectors] for layer, place in self.places.items()}

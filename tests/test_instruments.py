@@ -153,7 +153,7 @@ def test_gradients_are_those_of_the_step(kind, copy, tmp_path, always):
                 gradients = [layers[0] for name, layers in self.layers().items() if name.startswith("critics")]
                 found.extend((m.clone(), g.clone()) for m, g in zip(moments, gradients, strict=True))
             else:
-                found.append((optimizer.m.clone(), optimizer.gradient.clone()))
+                found.append((optimizer.m.clone(), optimizer.gradients[0].clone()))
 
     script = copy("sac", kind)
     script.LOG_INTERVAL = 1
@@ -236,7 +236,7 @@ def test_the_first_gradient_that_is_not_finite_is_kept(copy):
     optimizer = script.Adam(weights, 0.1)
     for gradient in ([1.0, 2.0, 3.0, 4.0], [1.0, math.nan, 3.0, 4.0], [math.nan] * 4):
         optimizer.step(weights, torch.tensor(gradient))
-    assert optimizer.gradient.isnan().tolist() == [False, True, False, False]
+    assert optimizer.gradients[0].isnan().tolist() == [False, True, False, False]
     assert optimizer.tensors().keys() == TURBO["sac"].Adam(weights, 0.1).tensors().keys()
 
 
