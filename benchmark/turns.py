@@ -20,9 +20,10 @@ class Turns:
     """Divides a run into turns of at least a sixtieth of its steps, and counts steps and seconds within them."""
 
     def __init__(self, total_timesteps):
-        self.steps, self.steps_taken, self.begin = total_timesteps // 60, 0, None
-        self.seconds = self.waited = 0.0
-        self.speeds = []
+        self.steps = total_timesteps // 60
+        self.begin = None
+        self.done = []  # steps and seconds of each turn
+        self.waited = 0.0
         self.channel = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what others print goes to the log
 
@@ -32,10 +33,7 @@ class Turns:
         if self.begin:
             if step - self.begin[0] < self.steps:
                 return
-            steps, seconds = step - self.begin[0], now - self.begin[1]
-            self.speeds.append(steps / seconds)
-            self.steps_taken += steps
-            self.seconds += seconds
+            self.done.append((step - self.begin[0], now - self.begin[1]))
         print("over", file=self.channel, flush=True)
         if not sys.stdin.readline():
             raise SystemExit("nobody is there any more to begin the next turn")
@@ -44,7 +42,10 @@ class Turns:
 
     @property
     def steps_per_second(self):
-        return self.steps_taken / self.seconds if self.seconds else None
+        if not self.done:
+            return None
+        steps, seconds = zip(*self.done, strict=True)
+        return sum(steps) / sum(seconds)
 
 
 def load(name):
@@ -75,7 +76,7 @@ def main(name, *flags, attach=lambda script: None):
     path = max(Path(args.run_dir).glob("*/summary.json"), key=lambda path: path.stat().st_mtime)
     summary = json.loads(path.read_text())  # which has counted the others' turns too
     summary |= {"steady_sps": turns.steps_per_second, "wall_seconds": summary["wall_seconds"] - turns.waited}
-    summary["turn_speeds"] = turns.speeds
+    summary["turn_speeds"] = [steps / seconds for steps, seconds in turns.done]
     path.write_text(json.dumps(summary, indent=2))
 
 

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import torch
 
-SHARE = 0.002  # of a run's time, for each thing that an instrument does again and again
+SHARE = 0.001  # of a run's time, for each thing that an instrument does again and again
 
 
 class Instrument:

@@ -62,7 +62,8 @@ for step in (5, 10, 15, 25, 35, 38):
     print("noise")
     turns(step)
     time.sleep(0.01)
-print(turns.steps_taken, turns.seconds, turns.waited, file=turns.channel)
+steps, seconds = zip(*turns.done)
+print(sum(steps), sum(seconds), turns.waited, file=turns.channel)
 """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen([sys.executable, program(tmp_path / "program.py", body)], **pipes)
