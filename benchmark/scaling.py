@@ -277,6 +277,8 @@ def draw(data, path):
     right.set(xlabel="transitions in a batch", ylabel="ms per update", xscale="log", yscale="log", xticks=x)
     for axes in (left, right):
         axes.xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5), numticks=20))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend()
