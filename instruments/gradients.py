@@ -134,7 +134,7 @@ def keep_gradients(adam):
     def __init__(self, weights, lr):
         initialise(self, weights, lr)
         self.weights = weights
-        self.gradients = torch.zeros(2, *weights.shape, device=weights.device)  # row 1: after one that was not finite
+        self.gradients = weights.new_zeros(2, *weights.shape)  # row 1: after one that was not finite
         self.row = torch.zeros(1, dtype=torch.int64, device=weights.device)
 
     def step_and_keep(self, weights, gradient):

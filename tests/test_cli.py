@@ -108,6 +108,8 @@ def test_run_directory(script, tmp_path):
     assert {"versions", "device", "cores", "git_commit"} <= config.keys()
     keys = "script env_id seed num_envs device compile cudagraphs matmul_precision global_step episodic_return episodes"
     assert set(f"{keys} steady_sps warmup_seconds wall_seconds versions".split()) == report.keys()
+    assert (report["compile"], report["cudagraphs"]) == (False, False)
+    assert report["global_step"] == 500 and report["steady_sps"] > 0 and report["warmup_seconds"] > 0
     events = EventAccumulator(str(folder)).Reload()
     returns, lengths = (scalars(folder, f"charts/episodic_{name}") for name in ("return", "length"))
     least = 1 if algorithm(script) in ATARI else 2  # a game takes a while
@@ -624,7 +626,8 @@ def test_ctrl_c_ends_every_loop(script, tmp_path):
         script.train(script.Args(**small(script), total_timesteps=1000, run_dir=str(tmp_path)), on_log=interrupt)
     assert ended.value.code == 130
     (folder,) = run_folders(tmp_path)
-    assert 150 <= summary(folder)["global_step"] < 500
+    step = summary(folder)["global_step"]
+    assert step == torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] and 150 <= step < 500
 
 
 def test_ctrl_c_ends_the_process_with_everything_written(either, tmp_path):
