@@ -203,6 +203,8 @@ class SAC:
         }
         self.scalars = Scalars(device)
         self.updates = 0
+        # until each kind of update has come up often enough to be compiled and captured
+        self.warmup_updates = GRAPH_WARMUP * math.lcm(args.policy_frequency, args.target_network_frequency)
 
         shapes = {"obs": (self.obs_dim,), "next_obs": (self.obs_dim,), "actions": (self.act_dim,)}
         shapes |= {"rewards": (), "terminated": ()}
@@ -338,11 +340,6 @@ class SAC:
             for kind in kinds:
                 self.learn_by_kind[kind] = CudaGraphModule(self.learn_by_kind[kind], warmup=GRAPH_WARMUP)
 
-    @property
-    def warmup_updates(self):
-        """Updates until each kind has come up often enough to be compiled and captured."""
-        return GRAPH_WARMUP * math.lcm(self.args.policy_frequency, self.args.target_network_frequency)
-
     def losses(self):
         """The last update's losses by name; waits for that update."""
         return self.scalars.fetch()
@@ -380,6 +377,7 @@ class SAC:
         load_tensors(tensors, {name: state[name] for name in tensors})
         self.replay.load_state_dict(state["replay"])
         self.updates = state["updates"]
+        self.warmup_updates += self.updates
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
 
@@ -641,6 +639,8 @@ def check_compile(args, device):
     """Refuse --compile without a compiler, and say so if --cudagraphs cannot be used."""
     if args.cudagraphs and device.type != "cuda":
         note("--cudagraphs needs a CUDA device; running without")
+    if args.compile_mode != "default" and not args.compile:
+        refuse("compile_mode", args.compile_mode, "give --compile too")
     logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
     compiler = os.environ.get("CXX", "g++") if device.type == "cpu" else os.environ.get("CC", "gcc")
     if args.compile and not shutil.which(compiler):
