@@ -233,7 +233,7 @@ class TD3:
 
     def policy(self):
         """A copy of the policy without noise, on the CPU: what policy.pt2 holds."""
-        return copy.deepcopy(self.actor).cpu()
+        return copy.deepcopy(self.actor).cpu().eval()
 
     def state_dict(self):
         """All that a resumed run needs to continue bit by bit, on the CPU or on the device."""

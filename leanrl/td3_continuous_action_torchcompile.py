@@ -306,7 +306,7 @@ class TD3:
 
     def policy(self):
         """A copy of the policy without noise, on the CPU: what policy.pt2 holds."""
-        return self.actor.cpu_copy()
+        return self.actor.cpu_copy().eval()
 
     def tensors(self):
         """All that updates change but the replay buffer: the tensors themselves."""
