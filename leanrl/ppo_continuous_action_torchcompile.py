@@ -319,7 +319,7 @@ class PPO:
     def record(self, t, next_obs, last_obs, rewards, terminated, ended):
         """Store what step `t` led to; all are NumPy, (num_envs, ...). Returns `next_obs` normalized.
 
-        `last_obs` are the `final_observations`, `ended` is where an episode is over.
+        `last_obs` is `next_obs`, but the last observation where an episode ended, as `ended` says.
         """
         obs, rewards = self.normalizer.normalize(next_obs, rewards, ended)
         self.steps["next_obs"][t] = obs if last_obs is next_obs else self.normalizer.scale_obs(last_obs)
