@@ -275,6 +275,10 @@ class SAC:
             losses = self.update_actor(obs, noise, temperature_noise)
         return losses
 
+    def uniform(self):
+        """Numbers from [0, 1) that pick a batch, (batch,); in float64, since float32 would skip rows of a million."""
+        return torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)
+
     def noise(self, *leading):
         """Standard normal noise for batches of actions, (*leading, batch, act_dim)."""
         return torch.randn(*leading, self.args.batch_size, self.act_dim, device=self.device)
@@ -283,8 +287,7 @@ class SAC:
         """One update. It draws random numbers outside of compiled functions, so that all modes draw the same ones, and
         inside of the CUDA graph, so that each replay draws new ones.
         """
-        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)  # float32 skips rows
-        obs, losses = self.update_critics(targets_too, uniform, self.noise())
+        obs, losses = self.update_critics(targets_too, self.uniform(), self.noise())
         self.scalars.store(**losses)
         if actor_too:
             noises = self.noise(self.args.policy_frequency, 2)
