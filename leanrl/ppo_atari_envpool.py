@@ -731,6 +731,7 @@ class Run:
         steady_step, steady_time = self.steady or (self.step, end_time)
         mean_return = float(np.mean(self.last_returns)) if self.last_returns else math.nan
         results = {
+            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
             "global_step": self.step,
             "episodes": self.episodes,
             "episodic_return": mean_return if math.isfinite(mean_return) else None,

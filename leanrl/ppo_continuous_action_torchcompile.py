@@ -377,8 +377,8 @@ class PPO:
 
 def train(args, on_start=lambda run: None):
     """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    check_batch(args)
     with Run(args) as run:
+        check_batch(args)
         check_compile(args, run.device)
         envs = DirectEnvs(make_envs(args, run.folder))
         require_bounded_actions(args, envs)
@@ -707,7 +707,7 @@ def gaussian_log_prob(mean, log_std, actions):
 def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv:1506.02438, eq. 16); all tensors are (num_steps, num_envs).
 
-    The recurrence A_t = delta_t + decay_t A_{t+1} by doubling: after k rounds A_t covers 2**k steps.
+    It solves the recurrence A_t = delta_t + decay_t A_{t+1} by doubling: after k rounds A_t covers 2**k steps.
     """
     advantages = rewards + gamma * (1 - terminated) * next_values - values
     decay = gamma * gae_lambda * (1 - ended)
@@ -1087,6 +1087,7 @@ class Run:
         steady_step, steady_time = self.steady or (self.step, end_time)
         mean_return = float(np.mean(self.last_returns)) if self.last_returns else math.nan
         results = {
+            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
             "global_step": self.step,
             "episodes": self.episodes,
             "episodic_return": mean_return if math.isfinite(mean_return) else None,

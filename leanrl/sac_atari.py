@@ -285,8 +285,8 @@ def first_to_learn(args, run):
 
 def train(args, on_start=lambda run: None):
     """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    check_replay(args)
     with Run(args) as run:
+        check_replay(args)
         envs = make_games(args, run.folder)
         learner = SAC(args, envs, run.device)
         run.start(envs, learner)
@@ -823,6 +823,7 @@ class Run:
         steady_step, steady_time = self.steady or (self.step, end_time)
         mean_return = float(np.mean(self.last_returns)) if self.last_returns else math.nan
         results = {
+            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
             "global_step": self.step,
             "episodes": self.episodes,
             "episodic_return": mean_return if math.isfinite(mean_return) else None,
