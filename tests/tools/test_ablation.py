@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "tips")]
 import ablation  # noqa: E402
 import double_buffer  # noqa: E402

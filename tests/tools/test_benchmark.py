@@ -14,7 +14,7 @@ import pytest
 import torch
 import tyro
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmark"))
 import matrix  # noqa: E402
 import modes  # noqa: E402
