@@ -23,12 +23,13 @@ class RandomBaseline(Instrument):
         super().prepare(script, args)
         try:
             env = make_env(args.env_id, args.seed)
+            env.action_space.seed(args.seed)
+            episodes = islice(play(env, lambda obs: env.action_space.sample(), args.seed), self.episodes)
+            returns = [episode.total for episode in episodes]
+            env.close()
         except Exception as error:  # whatever environments raise
-            refuse(f"--env-id {args.env_id}: no random baseline ({one_line(error)}); correct the name, or leave it out")
-        env.action_space.seed(args.seed)
-        episodes = islice(play(env, lambda obs: env.action_space.sample(), args.seed), self.episodes)
-        returns = [episode.total for episode in episodes]
-        env.close()
+            remedy = "leave it out, or correct what is wrong"
+            refuse(f"--random-baseline {self.episodes}: cannot play {args.env_id} ({one_line(error)}); {remedy}")
         self.mean = float(np.mean(returns))
         self.deviation = float(np.std(returns))
         print(f"random policy: mean return {self.mean:.2f} over {self.episodes} episodes", file=sys.stderr)

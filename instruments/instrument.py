@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import textwrap
 import time
 
 SHARE = 0.001  # of a run's time, for each thing that an instrument does again and again
@@ -70,5 +71,5 @@ def note(text):
 
 
 def one_line(error):
-    """An exception in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    """What an error says, in one line."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300)
