@@ -74,7 +74,7 @@ def attach(script, instruments):
         for instrument in instruments:
             instrument.prepare(script, args)
         try:
-            train(args, start)
+            train(args, on_start=start)
         finally:
             for instrument in instruments:
                 if instrument.run:

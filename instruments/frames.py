@@ -29,7 +29,7 @@ class FrameDump(Instrument):
     def prepare(self, script, args):
         super().prepare(script, args)
         if not is_atari(args.env_id):
-            refuse(f"--dump-frames {self.interval}: {args.env_id} is no Atari game of envpool; leave this out")
+            refuse(f"--dump-frames {self.interval}: {args.env_id} is not an Atari game of envpool; leave this out")
         if not find_spec("matplotlib"):
             refuse(f"--dump-frames {self.interval}: pip install matplotlib, or leave this out")
 
