@@ -4,12 +4,14 @@ import json
 import signal
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import PLAIN, TURBO, load_copy
 from torch import nn
 
 from instruments import __main__ as command
@@ -299,6 +301,31 @@ def test_an_environment_that_cannot_be_made(env_id, reason, make_run, capsys):
 def test_a_policy_of_another_environment(policy, shape, dtype, reason, make_run, capsys):
     message = refused(capsys, make_run("CartPole-v1", policy, shape, dtype))
     assert reason in message and message.endswith("with all of its wrappers under an id of its own")
+
+
+@pytest.mark.parametrize("scripts", [PLAIN, TURBO], ids=["plain", "turbo"])
+def test_an_edited_copy_of_a_script(scripts, tmp_path, capsys):
+    """It registers its own environment, in which the learner's policy gets the same returns."""
+    source = Path(scripts["sac"].__file__).read_text()
+    register = 'gym.register("Short-v0", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=20)\n\n\n'
+    script = load_copy("short", source.replace("@dataclass\nclass Args", f"{register}@dataclass\nclass Args"), tmp_path)
+    learners = []
+    flags = {"env_id": "Short-v0", "total_timesteps": 60, "learning_starts": 20, "batch_size": 8, "buffer_size": 100}
+    script.train(script.Args(run_dir=str(tmp_path), **flags), on_start=lambda run: learners.append(run.learner))
+    env = gym.make("Short-v0")
+    act = playing.acting(learners[0].policy(), env.action_space)
+    returns = [episode.total for episode in islice(playing.play(env, act, seed=5), 3)]
+    gym.registry.pop("Short-v0")
+    capsys.readouterr()
+    (run,) = tmp_path.glob("*/")
+    try:
+        evaluate(run, "--episodes", "3", "--seed", "5")
+    finally:
+        gym.registry.pop("Short-v0", None)
+    out, err = capsys.readouterr()
+    assert f"note: imports {run / 'short.py'}, which may register Short-v0" in err
+    mean, deviation = (float(word.split()[-1]) for word in out.split(","))
+    assert mean == pytest.approx(np.mean(returns), abs=0.02) and deviation == pytest.approx(np.std(returns), abs=0.02)
 
 
 def test_a_policy_that_gives_nan(make_run, capsys):

@@ -238,7 +238,9 @@ def test_the_first_gradient_that_is_not_finite_is_kept(copy):
 
 @pytest.mark.parametrize("name", TURBO)
 def test_gradients_are_read_from_what_cuda_graphs_write(name, copy, tmp_path, always, monkeypatch):
-    """On the emulated device, with and without graphs, at once and late: the same norms at each log."""
+    """On the emulated device, with and without graphs, at once and late: the same norms at each log. Without graphs
+    critics run one by one, which rounds differently.
+    """
     monkeypatch.setattr(GradientWatch, "write_histograms", lambda watch: None)  # dear, and not what is compared
     logged = []
     tags = None
@@ -250,7 +252,9 @@ def test_gradients_are_read_from_what_cuda_graphs_write(name, copy, tmp_path, al
         tags = tags or [f"gradients/{layer}" for layer in first_layers(name)]
         logged.append({tag: scalars(run, tag) for tag in tags})
     assert all(len(values) > 1 for values in logged[0].values())
-    assert logged[0] == logged[1] == logged[2]
+    assert logged[1] == logged[2]
+    for tag, norms in logged[0].items():
+        assert logged[1][tag] == pytest.approx(norms, rel=1e-4), tag
 
 
 def test_gradients_are_read_from_compiled_updates(copy, tmp_path, always):
