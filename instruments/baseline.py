@@ -1,4 +1,4 @@
-"""What a uniform random policy gets: a run that learns has to leave it behind."""
+"""The return of uniformly random actions, which a run that learns has to exceed."""
 
 import json
 import sys

@@ -83,8 +83,8 @@ def find_env(run, folder, env_id, seed, render_mode):
                 load(script)
             return make_env(env_id, seed, render_mode)
     except gym.error.UnregisteredEnv:
-        remedy = f"register it in the script, or name it MODULE:{env_id} in config.json"
-        refuse(f"RUN {run}: neither gymnasium nor envpool's Atari games have its environment {env_id}; {remedy}")
+        remedy = f"pip install envpool if it is an Atari game, or name it MODULE:{env_id} in config.json"
+        refuse(f"RUN {run}: neither gymnasium nor envpool has its environment {env_id}; {remedy}")
     except Exception as error:
         if render_mode:
             refuse(f"--video: {env_id} cannot be made to render ({one_line(error)}); leave it out")
@@ -115,13 +115,13 @@ def evaluate(env, act, args):
             return act(obs)
 
         episodes = islice(play(env, act_and_count, args.seed, args.max_steps), args.episodes)
-        bar.set_description(f"episode 1 of {args.episodes}")
+        bar.set_description_str(f"episode 1 of {args.episodes}")
         try:
             for episode in episodes:
                 returns.append(episode.total)
                 cut += not episode.ended
                 bar.set_postfix({"return": f"{episode.total:.2f}"}, refresh=False)
-                bar.set_description(f"episode {min(len(returns) + 1, args.episodes)} of {args.episodes}")
+                bar.set_description_str(f"episode {min(len(returns) + 1, args.episodes)} of {args.episodes}")
         except KeyboardInterrupt:
             pass
     return returns, cut
@@ -147,7 +147,7 @@ def main(words):
     returns, cut = evaluate(env, act, args)
     env.close()
     if cut:
-        note(f"{cut} episodes had not ended after {args.max_steps} steps and were cut there; see --max-steps")
+        note(f"{cut} of {len(returns)} episodes did not end and were cut after {args.max_steps} steps (--max-steps)")
     if returns:
         mean, deviation = np.mean(returns), np.std(returns)
         print(f"{len(returns)} episodes: mean return {mean:.2f}, standard deviation {deviation:.2f}")

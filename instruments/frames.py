@@ -19,7 +19,7 @@ class FrameDump(Instrument):
     """Draws the input of the first convolution for steps of the first game that follow each other, a row each: at the
     beginning, and then at intervals of `interval` environment steps.
 
-    Frames stand in the order of their channels, the newest last. Then each row is the one above, shifted by one frame;
+    Frames are in the order of their channels, the newest last. So each row is the one above, shifted by one frame;
     where it is not, a line says so.
     """
 

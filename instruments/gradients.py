@@ -21,7 +21,7 @@ class GradientWatch(Instrument):
     last change over that of the weights; `gradient_histograms/<layer>` and `weight_histograms/<layer>`.
 
     A layer whose gradient is zero for some looks is named once. Where a norm is infinite, NaN or a thousand times what
-    is usual, the run ends with exit code 1, and no checkpoint is written any more. Gradients are as the optimiser gets
+    is usual, the run ends with exit code 1, and no checkpoint is written any more. Gradients are as the optimizer gets
     them: PPO's are clipped by then, so there `grad_norm` among the losses is watched as well.
     """
 
@@ -132,10 +132,10 @@ def keep_gradients(adam):
     """Let a script's Adam, and so what is derived from it, keep its newest gradient; or, for all that follow, the first
     one that was not finite.
     """
-    initialise, step, tensors = adam.__init__, adam.step, adam.tensors
+    initialize, step, tensors = adam.__init__, adam.step, adam.tensors
 
     def __init__(self, weights, lr):
-        initialise(self, weights, lr)
+        initialize(self, weights, lr)
         self.weights = weights
         self.gradients = weights.new_zeros(2, *weights.shape)  # row 1: after one that was not finite
         self.row = torch.zeros(1, dtype=torch.int64, device=weights.device)
@@ -153,7 +153,7 @@ def keep_gradients(adam):
 
 
 class FlatLayers:
-    """The layers of an optimiser that keeps gradients: pieces of its flat vectors, which CUDA graphs write too."""
+    """The layers of an optimizer that keeps gradients: pieces of its flat vectors, which CUDA graphs write too."""
 
     def __init__(self, script, learner, name):
         self.script = script
@@ -183,8 +183,9 @@ class ModuleLayers:
 
     def __init__(self, script, learner, name):
         self.optimizer = learner.optimizers[name]
-        network = learner.networks.get(name)
-        names = {p: f"{name}.{layer}" for layer, p in network.named_parameters()} if network else {}
+        network = getattr(learner, name, None)
+        is_module = isinstance(network, torch.nn.Module)
+        names = {p: f"{name}.{layer}" for layer, p in network.named_parameters()} if is_module else {}
         self.groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         self.names = [names.get(p, name) for p in self.groups]
         self.gradients = {p: torch.zeros_like(p) for p in self.groups}

@@ -207,14 +207,14 @@ def test_an_atari_game_that_is_cut(make_run, capsys):
     evaluate(run, "--episodes", "2", "--max-steps", "20")
     out, err = capsys.readouterr()
     assert out.startswith("2 episodes: mean return 0.00")  # nobody has missed the ball yet
-    assert "note: 2 episodes had not ended after 20 steps and were cut there; see --max-steps" in err
+    assert "note: 2 of 2 episodes did not end and were cut after 20 steps (--max-steps)" in err
 
 
 def test_an_environment_that_never_ends(make_run, capsys):
     evaluate(make_run("EndlessCorridor-v0", Fixed([1.0]), (2,)), "--episodes", "3", "--max-steps", "50")
     out, err = capsys.readouterr()
     assert out.startswith("3 episodes: mean return 50.00")
-    assert "note: 3 episodes had not ended after 50 steps" in err
+    assert "note: 3 of 3 episodes did not end and were cut after 50 steps" in err
 
 
 def test_ctrl_c_prints_what_has_been_played(make_run, tmp_path):
@@ -259,7 +259,7 @@ gym.register("Slow-v0", entry_point=Slow)
 def test_a_copy_of_the_script_may_register_the_environment(make_run, capsys):
     run = make_run("Mine-v0", Fixed(0), (4,))
     message = refused(capsys, run)
-    assert message.startswith(f"RUN {run}: neither gymnasium nor envpool's Atari games have its environment Mine-v0;")
+    assert message.startswith(f"RUN {run}: neither gymnasium nor envpool has its environment Mine-v0;")
     (run / "mine.py").write_text(NOT_REGISTERED)
     try:
         evaluate(run)
