@@ -1,18 +1,15 @@
-"""The counts of benchmark/launches.json hold: what `train` launches, copies and waits for, in steady state.
+"""The counts of results/launches.json hold: what `train` launches, copies and waits for, in steady state.
 
-Where a change of the scripts is meant to change them: `python benchmark/launches.py --write`, and look at the diff.
+Where a change of the scripts is meant to change them: `python -m benchmark.studies.launches --write`, and look at the
+diff.
 """
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "benchmark"))
-import launches  # noqa: E402
+from benchmark.studies import launches
 
 DATA = json.loads(launches.DATA.read_text())
 SLOW = [(algo, "eager") for algo in launches.RUNS if algo not in ("td3_continuous_action", "dqn")]  # the same as graphs
@@ -25,7 +22,7 @@ def test_counts_are_those_in_the_file(algo, mode):
     if not torch.__version__.startswith(DATA["torch"]):
         pytest.skip(f"counted with torch {DATA['torch']}")
     counts = launches.count(algo, mode)
-    assert counts == DATA["scripts"][algo][mode], "if this is meant: python benchmark/launches.py --write"
+    assert counts == DATA["scripts"][algo][mode], "if this is meant: python -m benchmark.studies.launches --write"
 
 
 @pytest.mark.parametrize("algo", launches.RUNS)

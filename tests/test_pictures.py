@@ -1,18 +1,14 @@
 """The pictures in the documentation: learning curves, the random policy beside them, what the network gets as input."""
 
-import sys
-
 import conftest
 import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from test_benchmark import ROOT
 from test_ppo_atari import SHAPE, ScriptedPool
 
-sys.path.append(str(ROOT / "benchmark"))
-import contact_sheet
-import curves
+from benchmark import ROOT
+from benchmark.report import contact_sheet, curves
 
 SCRIPT = conftest.PLAIN["ppo_atari"]
 
