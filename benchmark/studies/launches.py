@@ -5,8 +5,8 @@
 
 What is counted is `train` itself, in steady state and with the scripts' defaults, save for a small replay buffer, an
 early start of learning, for DQN no random actions, and for Atari's DQN and SAC target networks that move in time to be
-counted. Eager code and CUDA graphs run on the emulated CUDA device of tests/emulated_cuda.py. Compiled code runs on the
-CPU: kernels are those that inductor makes for it, called from Python as on CUDA. There it fuses differently; the
+counted. Eager code and CUDA graphs run on the emulated CUDA device of tests/cuda/emulated_cuda.py. Compiled code runs
+on the CPU: kernels are those that inductor makes for it, called from Python as on CUDA. There it fuses differently; the
 matmuls are much the same.
 
 "leanrl_2024" in results/launches.json is what the LeanRL of 2024 costs, and how that was counted; --write leaves it
@@ -32,7 +32,7 @@ from benchmark.algorithms import ALGORITHMS
 from benchmark.results import RESULTS
 from benchmark.scripts import before_each_log, load
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "cuda"))
 from emulated_cuda import emulated_cuda, tensors_in, traits
 
 DATA = RESULTS / "launches.json"

@@ -2,7 +2,7 @@
 
     python doc/examples/errors/run.py backward_twice
 
-Where there is no CUDA device, an emulated one (tests/emulated_cuda.py) runs what needs one.
+Where there is no CUDA device, an emulated one (tests/cuda/emulated_cuda.py) runs what needs one.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parents[2] / "tests"))
+sys.path.append(str(HERE.parents[2] / "tests" / "cuda"))
 from emulated_cuda import emulated_cuda  # noqa: E402
 
 

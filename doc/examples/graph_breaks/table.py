@@ -106,8 +106,8 @@ def count_of_2023(function):
 
 
 def emulated_device():
-    """tests/emulated_cuda.py's device, which counts how often the host waits."""
-    sys.path.append(str(ROOT / "tests"))
+    """tests/cuda/emulated_cuda.py's device, which counts how often the host waits."""
+    sys.path.append(str(ROOT / "tests" / "cuda"))
     return importlib.import_module("emulated_cuda").emulated_cuda()
 
 
@@ -127,8 +127,8 @@ def count_waits(name, function):
 
 
 def load_script(name):
-    """A whole script on games of Catch (tests/catch.py) instead of envpool's."""
-    sys.path.append(str(ROOT / "tests"))
+    """A whole script on games of Catch (tests/algorithms/catch.py) instead of envpool's."""
+    sys.path.append(str(ROOT / "tests" / "algorithms"))
     catch = importlib.import_module("catch")
     script = importlib.import_module(f"sac_atari_{'breaks' if name == 'broken' else name}_full")
     script.make_pool = lambda args: catch.Catch(1, args.seed)

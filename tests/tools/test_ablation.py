@@ -70,7 +70,8 @@ STAND_IN = """
 import json
 import time
 from dataclasses import dataclass
-from types import SimpleNamespace
+from pathlib import Path
+from types SimpleNamespace
 
 @dataclass
 class Args:

@@ -461,7 +461,7 @@ def test_order_of_frames():
         ([], "--: give a script behind two dashes"),
         (["--", "leanrl/nothing.py"], "-- leanrl/nothing.py: this is no Python file"),
         (["--", "README.md"], "-- README.md: this is no Python file"),
-        (["--", "tests/catch.py"], "-- tests/catch.py: it has no `train` and `main`"),
+        (["--", "tests/algorithms/catch.py"], "-- tests/algorithms/catch.py: it has no `train` and `main`"),
         (["--dump-frames", "-1", "--", "leanrl/dqn.py"], "--dump-frames -1: give a number from 0"),
         (["--dump-frames", "9", "--", "leanrl/dqn.py"], "--dump-frames 9: only Atari has frames"),
         (["--watch", "--", "leanrl/dqn.py", "--evaluate", "runs/x"], "--evaluate: instruments watch training"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 from emulated_cuda import emulated_cuda
 
-FOLDER = Path(__file__).parent.parent / "doc" / "examples" / "graph_breaks"
+FOLDER = Path(__file__).parents[2] / "doc" / "examples" / "graph_breaks"
 sys.path.append(str(FOLDER))
 import table  # noqa: E402
 

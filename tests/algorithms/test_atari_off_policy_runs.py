@@ -365,6 +365,6 @@ def test_freed_memory_is_kept(how):
 
     Without `keep_freed_memory` glibc sometimes keeps them too, unless its threshold is fixed.
     """
-    settings = {"cwd": Path(__file__).parent.parent, "env": os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}}
+    settings = {"cwd": Path(__file__).parents[2], "env": os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072"}}
     done = subprocess.run([sys.executable, "-c", FAULTS, how], **settings, capture_output=True, text=True, check=True)
     assert (int(done.stdout) < 100) == (how == "kept")

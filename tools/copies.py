@@ -1,7 +1,7 @@
 """Keeps the same text what several scripts share, since each of them is one file that stands alone.
 
-python tests/copies.py                                    # names what has drifted apart
-python tests/copies.py leanrl/sac_continuous_action.py    # carries the text of this script to all others
+python tools/copies.py                                    # names what has drifted apart
+python tools/copies.py leanrl/sac_continuous_action.py    # carries the text of this script to all others
 
 Shared are the shell, below its banner, and above it every function and class that bears the same name in several
 scripts, save those that are each script's OWN.
@@ -68,7 +68,7 @@ def main(origin=None):
     names = drifted([script.read_text() for script in scripts])
     if names:
         print(f"these differ between scripts: {', '.join(names)}", file=sys.stderr)
-        print("carry the right text to all: python tests/copies.py SCRIPT", file=sys.stderr)
+        print("carry the right text to all: python tools/copies.py SCRIPT", file=sys.stderr)
         raise SystemExit(1)
 
 

@@ -18,7 +18,7 @@ from conftest import ATARI, PLAIN, TURBO, algorithm, equal, learner_class, leave
 from gymnasium.wrappers import RecordEpisodeStatistics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 OFF_POLICY = {"learning_starts": 100, "batch_size": 32, "buffer_size": 1000, "cuda": False}
 SMALL = {
     "sac": OFF_POLICY | {"env_id": "Pendulum-v1"},

@@ -11,7 +11,7 @@ from instruments import __main__ as command
 from instruments.baseline import RandomBaseline
 from instruments.frames import FrameDump
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "doc" / "examples" / "debugging"
 spec = importlib.util.spec_from_file_location("plant", FOLDER / "plant.py")
 plant = importlib.util.module_from_spec(spec)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.multiprocessing import get_context
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "doc" / "examples" / "errors"
 PAGE = ROOT / "doc" / "common_errors.md"
 spec = importlib.util.spec_from_file_location("run_errors", FOLDER / "run.py")

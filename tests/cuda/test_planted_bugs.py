@@ -17,7 +17,7 @@ from conftest import ALGORITHMS, TURBO, load_copy
 from emulated_cuda import emulated_cuda
 from test_training_on_cuda import OTHERS, SIZES, check_training
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "doc" / "testing_cuda_graphs.md").read_text()
 TRAINING = "test_training_is_the_same_in_all_modes_and_schedules"
 ACTIONS_ALONE = "test_the_host_waits_for_actions_alone"
