@@ -1,6 +1,14 @@
-"""Refuses bad input: exit code 2, and one line."""
+"""The programs' command lines. Bad input is refused: exit code 2, and one line."""
 
 import sys
+
+import tyro
+
+
+def parse(kind, description):
+    """The arguments of a program that was started by `python -m`, as a dataclass `kind`."""
+    name = sys.modules["__main__"].__spec__.name.removesuffix(".__main__")
+    return tyro.cli(kind, prog=f"python -m {name}", description=description)
 
 
 def refuse(name, value, remedy):

@@ -1,5 +1,4 @@
-import tyro
-
+from benchmark.arguments import parse
 from benchmark.report import pages
 
-pages.main(tyro.cli(pages.Args, prog="python -m benchmark.report", description=pages.__doc__))
+pages.main(parse(pages.Args, pages.__doc__))

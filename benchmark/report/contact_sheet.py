@@ -14,6 +14,7 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
+from benchmark.arguments import parse
 from leanrl import ppo_atari_envpool as script
 
 CHANGE = "newest - oldest\nred brighter, blue darker"
@@ -107,4 +108,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(parse(Args, __doc__))

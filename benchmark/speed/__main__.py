@@ -1,5 +1,4 @@
-import tyro
-
+from benchmark.arguments import parse
 from benchmark.speed import matrix
 
-matrix.main(tyro.cli(matrix.Args, prog="python -m benchmark.speed", description=matrix.__doc__))
+matrix.main(parse(matrix.Args, matrix.__doc__))

@@ -12,10 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from benchmark.algorithms import ALGORITHMS
-from benchmark.arguments import check, refuse
+from benchmark.arguments import check, parse, refuse
 from benchmark.report.tables import spread
 from benchmark.speed.rounds import MODES, PEERS, RoundArgs, alternating, modes_of, possible, programs_of, run_round
 
@@ -85,4 +83,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(parse(Args, __doc__))

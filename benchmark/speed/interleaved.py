@@ -6,11 +6,11 @@ is what rounds.py starts once for each mode. A line on standard output says that
 input (by hand: Enter) begins the next one.
 """
 
+import itertools
 import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import tyro
 
@@ -49,24 +49,35 @@ class TimeSlices:
         return sum(steps) / sum(seconds)
 
 
+def divide(run, slices):
+    """Let the time slices of a run begin and end at its logs, from the second one in steady state on.
+
+    At the first one, the script's own clock may still count warm-up.
+    """
+    steady_logs = itertools.count()
+
+    def on_log():
+        is_steady = getattr(run.learner, "stage", "training") == "training"  # plain learners have no stage
+        if is_steady and next(steady_logs) > 0:
+            slices(run.step)
+
+    before_each_log(run, on_log)
+
+
 def main(name, *flags, attach=lambda script: None):
     """Train the script `name` in time slices; `attach` may change its module before."""
     script = load(name)
     attach(script)
     args = tyro.cli(script.Args, args=flags)
-    slices, steady_logs = TimeSlices(args.total_timesteps), []
+    slices = TimeSlices(args.total_timesteps)
+    runs = []
 
     def on_start(run):
-        def on_log():
-            if getattr(run.learner, "stage", "training") == "training":  # plain learners have no stage
-                steady_logs.append(run.step)
-                if len(steady_logs) > 1:  # at the first one, the script's own clock may still count warm-up
-                    slices(run.step)
-
-        before_each_log(run, on_log)
+        runs.append(run)
+        divide(run, slices)
 
     script.train(args, on_start=on_start)
-    path = max(Path(args.run_dir).glob("*/summary.json"), key=lambda path: path.stat().st_mtime)
+    path = runs[0].folder / "summary.json"
     summary = json.loads(path.read_text())  # which has counted the others' slices too
     summary |= {"steady_sps": slices.steps_per_second, "wall_seconds": summary["wall_seconds"] - slices.waited}
     summary["slice_speeds"] = [steps / seconds for steps, seconds in slices.done]

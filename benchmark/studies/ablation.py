@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
 
 from benchmark import ROOT
 from benchmark.algorithms import ALGORITHMS
-from benchmark.arguments import check
+from benchmark.arguments import check, parse
 from benchmark.report.machine import machine, where
 from benchmark.report.tables import spread
 from benchmark.results import RESULTS, path_here, store
@@ -175,4 +174,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse(Args, __doc__))

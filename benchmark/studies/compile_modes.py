@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
 
 from benchmark.algorithms import ALGORITHMS, named
-from benchmark.arguments import check
+from benchmark.arguments import check, parse
 from benchmark.report.machine import machine, where
 from benchmark.report.tables import Table, spread
 from benchmark.results import RESULTS, path_here, store, stored
@@ -90,4 +89,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(parse(Args, __doc__))

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
 from scipy.stats import bootstrap
 
-from benchmark.algorithms import named
-from benchmark.arguments import check
+from benchmark.algorithms import FULL_SOON, named
+from benchmark.arguments import check, parse
 from benchmark.report.machine import machine, where
 from benchmark.report.tables import Table
 from benchmark.results import RESULTS, path_here, store, stored
@@ -32,8 +31,7 @@ INSTRUMENTS = {
     "--profile": "--profile",
 }
 ATARI_ONLY = ("--dump-frames",)
-SOON = "--learning-starts 1000 --buffer-size 100000"
-TASKS = {"sac_continuous_action": (5_000, SOON), "ppo_atari_envpool": (16_000, "")}  # steps, flags
+TASKS = {"sac_continuous_action": (5_000, FULL_SOON), "ppo_atari_envpool": (16_000, "")}  # steps, flags
 MODES = tuple(TURBO_FLAGS)
 HEADER = ("", "instrument", *MODES)
 
@@ -108,4 +106,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(parse(Args, __doc__))

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
-import tyro
 from torch._inductor.async_compile import AsyncCompile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import ROOT
 from benchmark.algorithms import ALGORITHMS
+from benchmark.arguments import parse
 from benchmark.results import RESULTS
 from benchmark.scripts import before_each_log, load
 
@@ -264,4 +264,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse(Args, __doc__))

@@ -26,12 +26,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import tyro
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from benchmark.algorithms import ALGORITHMS
-from benchmark.arguments import check, refuse
+from benchmark.arguments import check, parse, refuse
 from benchmark.report.machine import machine, slug, where
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.scripts import before_each_log, load
@@ -350,4 +349,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse(Args, __doc__))

@@ -71,7 +71,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types SimpleNamespace
+from types import SimpleNamespace
 
 @dataclass
 class Args:
@@ -81,14 +81,13 @@ class Args:
     run_dir: str
 
 def train(args, on_start):
-    run = SimpleNamespace(learner=None, step=0, log=lambda losses: None)
+    run = SimpleNamespace(learner=None, step=0, log=lambda losses: None, folder=Path(args.run_dir) / "run")
     on_start(run)
     for run.step in range(0, args.total_timesteps, 10):
         time.sleep({seconds})
         run.log({{}})
-    folder = Path(args.run_dir) / "run"
-    folder.mkdir()
-    (folder / "summary.json").write_text(json.dumps({{"wall_seconds": 0}}))
+    run.folder.mkdir()
+    (run.folder / "summary.json").write_text(json.dumps({{"wall_seconds": 0}}))
 """
 
 

@@ -1,7 +1,4 @@
-import tyro
-
+from benchmark.arguments import parse
 from benchmark.studies.tips import before_after
 
-before_after.main(
-    tyro.cli(before_after.Args, prog="python -m benchmark.studies.tips", description=before_after.__doc__)
-)
+before_after.main(parse(before_after.Args, before_after.__doc__))

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import tyro
 
+from benchmark.arguments import parse
 from benchmark.report.machine import machine
 from benchmark.report.tables import spread
 from benchmark.results import RESULTS, path_here, store
@@ -48,7 +48,7 @@ class Args:
 
 def time_both(before, after, needs_cuda=False):
     """The command line of a tip."""
-    args = tyro.cli(TipArgs)
+    args = parse(TipArgs, sys.modules["__main__"].__doc__)
     name = Path(sys.argv[0]).stem
     if needs_cuda and DEVICE.type != "cuda":
         print(f"{name}: not measured, it needs a CUDA device")
