@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: processes that share cores wait for threads
 
@@ -113,8 +114,7 @@ for name, space in SPACES.items():
     gym.register(f"Push{name}-v0", entry_point=PushAnything, kwargs={"space": space})
     kwargs = {"space": space, "actions": gym.spaces.Discrete(3)}
     gym.register(f"Pick{name}-v0", entry_point=PushAnything, kwargs=kwargs)
-image = gym.spaces.Dict(camera=gym.spaces.Box(0, 255, (8, 8, 3), np.uint8))
-gym.register("Image-v0", entry_point=PushAnything, kwargs={"space": image})
+gym.register("Image-v0", entry_point=PushAnything, kwargs={"space": gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)})
 
 SMALL = {"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64}
 SMALL_LEARNERS = {"sac": SMALL, "td3": SMALL, "dqn": {"batch_size": 32, "buffer_size": 64}}
@@ -123,22 +123,26 @@ SMALL_LEARNERS |= {name: {"num_envs": 2, "batch_size": 8, "buffer_size": 64} for
 SMALL_LEARNERS["ppo"] = SMALL_LEARNERS["ppo_atari"] | {"env_id": "Pendulum-v1"}
 
 
+def stem(script):
+    """The name of a script's file, without .py."""
+    return Path(script.__file__).stem
+
+
 def algorithm(script):
     """The name of a plain or turbo script in ALGORITHMS."""
     names = {stem: name for name, stem in ALGORITHMS.items()}
-    return names[script.SCRIPT.removesuffix("_torchcompile")]
+    return names[stem(script).removesuffix("_torchcompile")]
 
 
 def learner_class(script):
     """SAC, TD3, PPO or DQN."""
-    return getattr(script, script.SCRIPT.split("_")[0].upper())
+    return getattr(script, stem(script).split("_")[0].upper())
 
 
 def make_envs(script, args):
     """The environments that `train` makes."""
-    if algorithm(script) in ATARI:
-        return script.make_games(args, args.num_envs, args.seed)
-    return script.make_envs(args, args.num_envs)
+    make = script.make_games if algorithm(script) in ATARI else script.make_envs
+    return make(args, folder=None)
 
 
 def make_learner(script, seed=1, device="cpu", **kwargs):
@@ -146,6 +150,22 @@ def make_learner(script, seed=1, device="cpu", **kwargs):
     args = script.Args(**SMALL_LEARNERS[algorithm(script)] | kwargs)
     torch.manual_seed(seed)
     return learner_class(script)(args, make_envs(script, args), torch.device(device))
+
+
+def train(script, args, on_log=lambda learner, losses, step: None, on_start=lambda run: None):
+    """`script.train(args)`, with `on_log` called before each log."""
+
+    def watch(run):
+        log = run.log
+
+        def watched(losses):
+            on_log(run.learner, losses, run.step)
+            log(losses)
+
+        run.log = watched
+        on_start(run)
+
+    script.train(args, watch)
 
 
 def pytest_collection_modifyitems(items):
@@ -239,11 +259,16 @@ def clones(tensors):
     return {name: tensor.clone() for name, tensor in leaves(tensors)}
 
 
+def flat_networks(turbo):
+    """The flat networks of a turbo learner, by name."""
+    return {name: value for name, value in vars(turbo).items() if type(value).__name__ == "FlatNetwork"}
+
+
 def learnt(turbo):
-    """Copies, by path, of all that a turbo learner's updates change: flat weights, optimisers, losses and the like."""
+    """Copies, by path, of all that a turbo learner's updates change: flat weights, optimizers, losses and the like."""
     state = {name: value for name, value in turbo.tensors().items() if name != "networks"}
-    state |= {name: value for name, value in vars(turbo).items() if name.endswith("weights")}
-    return clones(state | {"losses": list(turbo.scalars.kept.values())})
+    state |= {name: network.weights for name, network in flat_networks(turbo).items()}
+    return clones(state | {"losses": list(turbo.scalars.groups.values())})
 
 
 def assert_close_in_norm(got, wanted, tolerance, least=0.0):
@@ -254,20 +279,28 @@ def assert_close_in_norm(got, wanted, tolerance, least=0.0):
         assert difference <= tolerance * value.double().norm() + least, (name, difference)
 
 
-def assert_learners_agree(plain, turbo, applies, tolerance, gradient_tolerance=None):
-    """Networks, gradients and losses; `applies` are the turbo learner's `Apply`s by the names of their optimisers."""
+def by_name(network, vector):
+    """A flat vector's parts by the names that the parameters of its FlatNetwork have in a state dict."""
+    if not network.several:
+        return {name: view[0] for name, view in network.views(vector).items()}
+    return {f"{i}.{name}": part for name, view in network.views(vector).items() for i, part in enumerate(view)}
+
+
+def assert_learners_agree(plain, turbo, tolerance, gradient_tolerance=None):
+    """Networks, gradients and losses."""
 
     def flat(tensors, names):
         return torch.cat([tensors[name].detach().flatten() for name in names])
 
-    for name, network in plain.networks().items():
+    for name, network in plain.networks.items():
         parameters = dict(network.named_parameters())
         got = {name: flat(networks(turbo)[name], parameters)}
         assert_close_in_norm(got, {name: flat(parameters, parameters)}, tolerance)
-        if name in applies:  # Adam's first moments: 0.1 times the gradient after one update
+        if name in plain.optimizers:  # Adam's first moments: 0.1 times the gradient after one update
             states = plain.optimizers[name].state
             moments = {key: states[parameter]["exp_avg"] for key, parameter in parameters.items()}
-            got = {f"{name} gradient": flat(applies[name].state_dict(turbo.optimizers[name].m), parameters)}
+            got = by_name(getattr(turbo, name), turbo.optimizers[name].m)
+            got = {f"{name} gradient": flat(got, parameters)}
             wanted = {f"{name} gradient": flat(moments, parameters)}
             assert_close_in_norm(got, wanted, gradient_tolerance or tolerance)
     losses = turbo.losses()

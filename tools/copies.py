@@ -1,10 +1,10 @@
-"""Keeps the same text what several scripts share, since each of them is one file that stands alone.
+"""Keeps what the scripts share the same text.
 
 python tools/copies.py                                    # names what has drifted apart
 python tools/copies.py leanrl/sac_continuous_action.py    # carries the text of this script to all others
 
-Shared are the shell, below its banner, and above it every function and class that bears the same name in several
-scripts, save those that are each script's OWN.
+Every function and class of one name is one text in all scripts, except what is each script's OWN. Networks are one
+text in the plain and the turbo script of an algorithm. Nothing is added to a script and nothing taken away.
 """
 
 import ast
@@ -12,60 +12,61 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHELL = "\n# The shell: "
-OWN = {"EnvironmentArgs", "AlgorithmArgs", "SpeedArgs", "Args", "Policy", "make_policy", "train", "evaluation_envs"}
-OWN |= {"SAC", "TD3", "PPO", "DQN"}
+OWN = {"Args", "SAC", "TD3", "PPO", "DQN", "train"}
 
 
-def split(source):
-    """A script's text above the shell, and the shell with its banner."""
-    at = source.rindex("\n", 0, source.index(SHELL)) + 1  # the banner's first line
-    return source[:at], source[at:]
+def algorithm(path):
+    """The name that a plain and a turbo script have in common."""
+    return path.stem.removesuffix("_torchcompile")
 
 
-def definitions(source):
-    """Top-level functions and classes above the shell that may be shared: first and last line, by name."""
-    top, _ = split(source)
-    nodes = [node for node in ast.parse(top).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    firsts = [min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) for node in nodes]
-    places = {node.name: (first - 1, node.end_lineno) for node, first in zip(nodes, firsts, strict=True)}
-    return {name: place for name, place in places.items() if name not in OWN}
+def is_network(node):
+    return isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "nn.Module" for base in node.bases)
 
 
-def shared(source):
-    """The texts that must not drift, by name."""
+def shared(path, source):
+    """First and last line of a script's shared functions and classes; keys are equal where the text has to be."""
+    places = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in OWN:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            key = (node.name, algorithm(path)) if is_network(node) else (node.name,)
+            places[key] = (first - 1, node.end_lineno)
+    return places
+
+
+def texts(path, source):
+    """The shared texts of a script, by key."""
     lines = source.splitlines(keepends=True)
-    texts = {name: "".join(lines[first:last]) for name, (first, last) in definitions(source).items()}
-    return texts | {"the shell": split(source)[1]}
+    return {key: "".join(lines[first:last]) for key, (first, last) in shared(path, source).items()}
 
 
 def drifted(sources):
-    """Names of what differs between sources."""
+    """Names of what differs between scripts; `sources` are texts by path."""
     versions = {}
-    for source in sources:
-        for name, text in shared(source).items():
-            versions.setdefault(name, set()).add(text)
-    return sorted(name for name, texts in versions.items() if len(texts) > 1)
+    for path, source in sources.items():
+        for key, text in texts(path, source).items():
+            versions.setdefault(key, set()).add(text)
+    return sorted({key[0] for key, found in versions.items() if len(found) > 1})
 
 
-def carry(source, target):
-    """`target` with the texts of `source` wherever it has something of the same name."""
-    texts = shared(source)
-    top, _ = split(target)
-    lines = top.splitlines(keepends=True)
-    for name, (first, last) in sorted(definitions(target).items(), key=lambda item: -item[1][0]):
-        if name in texts:
-            lines[first:last] = texts[name]
-    return "".join(lines) + texts["the shell"]
+def carry(origin, source, path, target):
+    """The text `target` of the script at `path`, with the texts of the script `source` at `origin` where both share."""
+    own = texts(origin, source)
+    lines = target.splitlines(keepends=True)
+    for key, (first, last) in sorted(shared(path, target).items(), key=lambda item: -item[1][0]):
+        if key in own:
+            lines[first:last] = own[key]
+    return "".join(lines)
 
 
 def main(origin=None):
-    scripts = sorted((ROOT / "leanrl").glob("*.py"))
+    paths = sorted((ROOT / "leanrl").glob("*.py"))
     if origin:
-        source = Path(origin).read_text()
-        for script in scripts:
-            script.write_text(carry(source, script.read_text()))
-    names = drifted([script.read_text() for script in scripts])
+        origin = Path(origin)
+        for path in paths:
+            path.write_text(carry(origin, origin.read_text(), path, path.read_text()))
+    names = drifted({path: path.read_text() for path in paths})
     if names:
         print(f"these differ between scripts: {', '.join(names)}", file=sys.stderr)
         print("carry the right text to all: python tools/copies.py SCRIPT", file=sys.stderr)

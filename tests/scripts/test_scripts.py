@@ -1,52 +1,51 @@
-"""What all scripts promise by their text: one file each, copies in sync, the contract's flags, a docstring for each."""
+"""What all scripts promise by their text: one file each, shared texts, the contract's flags, nothing that is unused."""
 
 import ast
 import re
 import sys
+from pathlib import Path
 
 import copies
 import pytest
 
 SCRIPTS = sorted((copies.ROOT / "leanrl").glob("*.py"))
-PARTS = ["Networks", "The learner", "Training and evaluation", "The shell: "]
 THIRD_PARTY = {"envpool", "gymnasium", "numpy", "tensordict", "torch", "tqdm", "tyro", "wandb"}
 CONTRACT = {"exp_name", "seed", "torch_deterministic", "cuda", "track", "wandb_project_name", "wandb_entity"}
 CONTRACT |= {"capture_video", "env_id", "total_timesteps", "num_envs", "run_dir", "checkpoint_interval", "resume"}
-CONTRACT |= {"measure_burnin", "evaluate", "export", "threads", "matmul_precision"}
+CONTRACT |= {"threads", "matmul_precision"}
+TURBO_ONLY = {"compile", "cudagraphs", "compile_mode"}
 
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 
 
 def test_copies_are_in_sync():
-    assert not copies.drifted([script.read_text() for script in SCRIPTS])
+    assert not copies.drifted({script: script.read_text() for script in SCRIPTS})
 
 
-BANNER = f"\n\n# ---{copies.SHELL}the same everywhere.\n# ---\n\n"
+ONE, TWO, TWIN = Path("one.py"), Path("two.py"), Path("one_torchcompile.py")
+FUNCTION = "def f():\n    # why\n    return 1\n"
+OTHER = "def f():\n    return 2\n"
+NETWORK = "class Net(nn.Module):\n    size = 1\n"
 
 
-def small_script(body, shell="def main():\n    pass\n"):
-    return f'"""A script."""\n\n\n{body}{BANNER}{shell}'
+def test_drift_is_noticed_and_fixed():
+    """In functions, decorated classes and comments; what is a script's own, and what it alone has, stays."""
+    source = f"@dataclass\nclass Run:\n    a: int\n\n\n{FUNCTION}\n\ndef train():\n    f()\n"
+    own = "def train():\n    f() + f()\n\n\ndef g():\n    return 3\n"
+    target = f"{OTHER}\n\n{own}\n\n@dataclass\nclass Run:\n    b: int\n"
+    assert copies.drifted({ONE: source, TWO: target}) == ["Run", "f"]
+    fixed = copies.carry(ONE, source, TWO, target)
+    assert not copies.drifted({ONE: source, TWO: fixed})
+    assert fixed == f"{FUNCTION}\n\n{own}\n\n@dataclass\nclass Run:\n    a: int\n"
+    assert copies.drifted({ONE: FUNCTION, TWO: FUNCTION.replace("why", "how")}) == ["f"]
 
 
-def test_drift_is_noticed_and_mended():
-    """A function, a decorated class and the shell; what is a script's own stays."""
-    function = "def f():\n    # why\n    return 1\n\n\n"
-    flags = "@dataclass\nclass RunArgs:\n    a: int\n\n\n"
-    one = small_script(f"{flags}{function}def train():\n    f()\n")
-    own = "def train():\n    f() + f()\n"
-    two = small_script(f"def f():\n    return 2\n\n\n{own}", shell="def main():\n    train()\n")
-    other = "def g():\n    return 3\n"
-    three = small_script(f"{flags.replace('a: int', 'b: int')}{other}", shell="")
-    assert copies.drifted([one, two, three]) == ["RunArgs", "f", "the shell"]
-    mended = [copies.carry(one, other) for other in (two, three)]
-    assert not copies.drifted([one, *mended])
-    assert mended[0] == small_script(function + own)
-    assert mended[1] == small_script(flags + other)
-
-
-def test_a_comment_that_drifts_is_noticed():
-    texts = [small_script(f"def f():\n    # {comment}\n    return 1\n") for comment in ("one", "two")]
-    assert copies.drifted(texts) == ["f"]
+def test_networks_are_shared_by_plain_and_turbo_alone():
+    other = NETWORK.replace("1", "2")
+    assert copies.drifted({ONE: NETWORK, TWIN: other}) == ["Net"]
+    assert not copies.drifted({ONE: NETWORK, TWO: other})
+    assert copies.carry(ONE, NETWORK, TWIN, other) == NETWORK
+    assert copies.carry(ONE, NETWORK, TWO, other) == other
 
 
 @each_script
@@ -63,27 +62,72 @@ def test_a_script_needs_nothing_else_of_this_repository(script):
 
 @each_script
 def test_the_algorithm_comes_first(script):
+    """Flags, networks, learner, loop and policy; then under banners what they stand on, and the run."""
     learner = script.stem.split("_")[0].upper()
-    marks = ["class Args(", *(f"# {part}" for part in PARTS[:2]), f"class {learner}:", f"# {PARTS[2]}", "def train("]
-    marks += ["def evaluate(", f"# {PARTS[3]}", "def main("]
-    places = [script.read_text().index(f"\n{mark}") for mark in marks]
+    second = "# What makes it fast: " if script.stem.endswith("_torchcompile") else "# What the algorithm stands on: "
+    marks = ["class Args:", f"class {learner}:", "def train(", "class Policy(", second, "# The run: ", "class Run:"]
+    source = script.read_text()
+    places = [source.index(f"\n{mark}") for mark in marks]
     assert places == sorted(places)
+    assert re.search(r"# (critic|clipped policy|TD) loss", source[: places[2]]), "the loss has no landmark"
 
 
 @each_script
 def test_flags(script):
-    """The contract's flags, each documented, each used."""
+    """The contract's flags, each documented, each used; the sets of limits name flags."""
     source = script.read_text()
-    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    groups = [base.id for base in classes["Args"].bases]
-    assert ("SpeedArgs" in groups) == script.stem.endswith("_torchcompile")
-    names = []
-    for group in groups:
-        fields, docs = classes[group].body[::2], classes[group].body[1::2]
-        assert len(fields) == len(docs)
-        assert all(isinstance(doc.value, ast.Constant) and doc.value.value for doc in docs)
-        names += [field.target.id for field in fields]
-    assert set(names) >= CONTRACT
-    assert ({"compile", "cudagraphs"} <= set(names)) == script.stem.endswith("_torchcompile")
+    tree = ast.parse(source)
+    (args,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
+    flags, docs = args.body[::2], args.body[1::2]
+    assert len(flags) == len(docs)
+    assert all(isinstance(doc.value, ast.Constant) and doc.value.value for doc in docs)
+    names = {flag.target.id for flag in flags}
+    turbo = script.stem.endswith("_torchcompile")
+    assert names >= CONTRACT | (TURBO_ONLY if turbo else set())
+    assert turbo or not names & TURBO_ONLY
     for name in names:
         assert re.search(rf"args\.{name}\b", source), f"--{name} has no effect"
+    limits = {"AT_LEAST_ONE", "AT_MOST_ONE", "POSITIVE", "FIXED"}
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if isinstance(target, ast.Name) and target.id in limits:
+                assert set(ast.literal_eval(node.value)) <= names, target.id
+                limits -= {target.id} if isinstance(node, ast.Assign) else set()
+    assert not limits, "a script needs all of these sets"
+
+
+def unused(source):
+    """Functions, classes, methods, constants and imports that a script defines and does not name again."""
+    tree = ast.parse(source)
+    defined = []
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.append(node.name)
+        if isinstance(node, ast.ClassDef):
+            bases = {ast.unparse(base) for base in node.bases}
+            methods = [child.name for child in node.body if isinstance(child, ast.FunctionDef)]
+            defined += [name for name in methods if name not in CALLED_BY_OTHERS and not (bases & FRAMEWORK)]
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            defined += [alias.asname or alias.name.split(".")[0] for alias in node.names]
+        if isinstance(node, ast.Assign):
+            defined += [target.id for target in node.targets if isinstance(target, ast.Name)]
+    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    names += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return [name for name in defined if name not in names]
+
+
+CALLED_BY_OTHERS = {"__init__", "__call__", "__enter__", "__exit__", "__setattr__", "forward"}
+FRAMEWORK = {"gym.vector.VectorEnv", "gym.vector.VectorWrapper"}  # whose methods gymnasium calls
+
+
+@each_script
+def test_nothing_is_unused(script):
+    assert not unused(script.read_text())
+
+
+def test_what_is_unused_is_noticed():
+    source = "import math\nimport os\nA = 1\nB = 2\n\n\ndef f():\n    return A + os.cpu_count()\n\n\n"
+    source += "class C:\n    def __init__(self):\n        self.m()\n\n    def m(self):\n        f()\n\n    def n(self):\n"
+    source += "        pass\n"
+    assert unused(source) == ["math", "B", "C", "n"]
