@@ -6,7 +6,6 @@ is what rounds.py starts once for each mode. A line on standard output says that
 input (by hand: Enter) begins the next one.
 """
 
-import itertools
 import json
 import os
 import sys
@@ -50,15 +49,10 @@ class TimeSlices:
 
 
 def divide(run, slices):
-    """Let the time slices of a run begin and end at its logs, from the second one in steady state on.
-
-    At the first one, the script's own clock may still count warm-up.
-    """
-    steady_logs = itertools.count()
+    """Let the time slices of a run begin and end at its logs, once its warm-up is over."""
 
     def on_log():
-        is_steady = getattr(run.learner, "stage", "training") == "training"  # plain learners have no stage
-        if is_steady and next(steady_logs) > 0:
+        if run.steady:
             slices(run.step)
 
     before_each_log(run, on_log)

@@ -143,7 +143,7 @@ def table(algo, data):
         cells = []
         for mode in modes:
             speeds = known[mode]["steps_per_second"] if mode in known else {}
-            if trick.name in speeds:
+            if trick.name in speeds and mode in trick.modes:
                 pairs = zip(speeds[UNTOUCHED], speeds[trick.name], strict=True)
                 cells.append(spread([speed / slower for speed, slower in pairs], "{:.2f}"))
             else:

@@ -30,7 +30,7 @@ from benchmark import ROOT
 from benchmark.algorithms import ALGORITHMS
 from benchmark.arguments import parse
 from benchmark.results import RESULTS
-from benchmark.scripts import before_each_log, load
+from benchmark.scripts import Enough, before_each_log, load
 
 sys.path.insert(0, str(ROOT / "tests" / "cuda"))
 from emulated_cuda import emulated_cuda, tensors_in, traits
@@ -62,10 +62,6 @@ class Args:
     """rewrite results/launches.json"""
 
 
-class Counted(Exception):
-    """Ends a training run whose steps have been counted."""
-
-
 class Steady:
     """The `on_start` that has `steps` steps of a run counted from the first log after warm-up, and then ends the run.
 
@@ -80,19 +76,19 @@ class Steady:
         self.calls = Counter(step=steps)
 
     def __call__(self, run):
-        before_each_log(run, lambda: self.on_log(run.learner, run.step))
+        before_each_log(run, lambda: run.steady and self.on_log(run.learner, run.step))
 
     def on_log(self, learner, step):
         step //= learner.args.num_envs  # from transitions to steps
-        if self.begin is None and learner.stage == "training":
+        if self.begin is None:
             self.begin = step
             for name in PARTS:
                 if hasattr(learner, name):
                     setattr(learner, name, self.counting(name, getattr(learner, name)))
             self.before = self.counts.copy()
-        elif self.begin is not None and step == self.begin + self.steps:
+        elif step == self.begin + self.steps:
             self.parts["step"] = self.counts - self.before - sum(self.parts.values(), Counter())
-            raise Counted
+            raise Enough
 
     def counting(self, part, function):
         """`function`, whose costs are added to those of `part`."""
@@ -188,7 +184,7 @@ def count(algo, mode):
         run_dir = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         steady = Steady(counts, steps)
-        with contextlib.suppress(Counted):
+        with contextlib.suppress(Enough):
             script.train(script.Args(run_dir=run_dir, **flags, **MODES[mode]), on_start=steady)
     return steady.per_call()
 

@@ -33,7 +33,7 @@ from benchmark.algorithms import ALGORITHMS
 from benchmark.arguments import check, parse, refuse
 from benchmark.report.machine import machine, slug, where
 from benchmark.results import RESULTS, path_here, store, stored
-from benchmark.scripts import before_each_log, load
+from benchmark.scripts import Enough, before_each_log, load
 from benchmark.speed.rounds import end_with_parent
 from benchmark.studies.timing import interleaved_times, seconds_per_call
 
@@ -88,10 +88,6 @@ class Args:
     """folder that receives <machine>/scaling/<algo>.json, in place of an earlier one"""
 
 
-class Measured(Exception):
-    """Ends a run that has been measured."""
-
-
 class Matmuls(TorchDispatchMode):
     """Keeps the matmuls and convolutions that are called: one call of each shape, and how many there are of it."""
 
@@ -117,12 +113,12 @@ class Matmuls(TorchDispatchMode):
 
 
 def train(script, flags, on_start):
-    """Train until something that `on_start` has put into the run raises Measured."""
+    """Train until something that `on_start` has put into the run raises Enough."""
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         args = script.Args(total_timesteps=10**9, run_dir=folder, **flags)
         try:
-            with contextlib.redirect_stderr(log), contextlib.suppress(Measured):
+            with contextlib.redirect_stderr(log), contextlib.suppress(Enough):
                 script.train(args, on_start=on_start)
         except SystemExit:
             print(log.getvalue().splitlines()[-1], file=sys.stderr)
@@ -145,10 +141,10 @@ def matmuls_alone(script, flags, period):
                 original(*inputs)
             flops.append(counter.get_total_flops())
             if len(flops) == period:
-                raise Measured
+                raise Enough
 
         def on_log():
-            if run.learner.stage == "training":
+            if run.steady:
                 run.learner.update = update
 
         before_each_log(run, on_log)
@@ -157,19 +153,21 @@ def matmuls_alone(script, flags, period):
     return {"matmul_seconds": matmuls.seconds() / period, "matmul_flops": sum(flops) / period}
 
 
-def environments_alone(script, args, seconds):
+def environments_alone(script, flags, seconds):
     """Steps per second of the environments with random actions."""
-    if hasattr(script, "make_games"):
-        envs = script.make_games(args, args.num_envs, args.seed)
-    else:
-        envs = script.DirectEnvs(script.make_envs(args, args.num_envs))
-    envs.reset(seed=args.seed)
-    actions = [envs.action_space.sample() for _ in range(16)]
-    steps, begin = 0, time.perf_counter()
-    while time.perf_counter() < begin + seconds:
-        envs.step(actions[steps % len(actions)])
-        steps += 1
-    return steps * args.num_envs / (time.perf_counter() - begin)
+    speeds = []
+
+    def on_start(run):
+        actions = [run.envs.action_space.sample() for _ in range(16)]
+        steps, begin = 0, time.perf_counter()
+        while time.perf_counter() < begin + seconds:
+            run.envs.step(actions[steps % len(actions)])
+            steps += 1
+        speeds.append(steps * run.args.num_envs / (time.perf_counter() - begin))
+        raise Enough
+
+    train(script, flags, on_start)
+    return speeds[0]
 
 
 class Meter:
@@ -186,10 +184,10 @@ class Meter:
         self.update_seconds = []
 
     def __call__(self, run):
-        before_each_log(run, lambda: self.on_log(run.learner, run.step))
+        before_each_log(run, lambda: run.steady and self.on_log(run.learner, run.step))
 
     def on_log(self, learner, step):
-        if learner.stage != "training" or len(self.steps_per_second) == WINDOWS:
+        if len(self.steps_per_second) == WINDOWS:
             return
         now = time.perf_counter()
         if self.begin is None:
@@ -209,7 +207,7 @@ class Meter:
             self.update_seconds.append(statistics.mean(self.timed))
             self.timed = []
         if len(self.update_seconds) == WINDOWS:
-            raise Measured
+            raise Enough
 
 
 def measure(algo, flags, modes, seconds):
@@ -217,10 +215,8 @@ def measure(algo, flags, modes, seconds):
     script = load(f"{algo}_torchcompile")
     case = CASES[algo]
     flags = case.flags | flags
-    args = script.Args(**flags)
-    script.prepare(args)
     meter = Meter(seconds)
-    interval = max(10, 100 // args.num_envs)  # vector steps; PPO logs each iteration
+    interval = max(10, 100 // script.Args(**flags).num_envs)  # vector steps; PPO logs each iteration
     with patch.object(script, "LOG_INTERVAL", interval, create=True):
         train(script, flags | modes, meter)
     return {
@@ -228,7 +224,7 @@ def measure(algo, flags, modes, seconds):
         "steps_per_second": meter.steps_per_second,
         "update_seconds": meter.update_seconds,
         "updates_per_step": meter.updates_per_step,
-        "environment_steps_per_second": environments_alone(script, args, seconds / WINDOWS),
+        "environment_steps_per_second": environments_alone(script, flags, seconds / WINDOWS),
     } | matmuls_alone(script, flags, case.period)
 
 

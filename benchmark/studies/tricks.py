@@ -42,15 +42,16 @@ def without(algo, trick):
 
 
 def flat_adam(*calls):
-    """`calls` of Adam in the script, each with the `Apply` whose parameters it is for."""
-    init = """
-    def __init__(self, weights, lr, network=None):
-        self.parts = lambda flat: list(network.unflatten(flat).values()) if network else [flat]
-        self.parameters = self.parts(weights)
-        self.optimizer = torch.optim.Adam(self.parameters, lr, (BETA1, BETA2), EPS)
+    """`calls` of Adam in the script, each with the FlatNetwork whose parameters it is for."""
+    init = """\
+        self.decay = torch.ones_like(self.betas)
+        parameters = list(flat.views(weights).values()) if flat else [weights]
+        optimizer = torch.optim.Adam(parameters, self.lr, (BETA1, BETA2), EPS, capturable=weights.is_cuda)
+        vars(self).update(flat=flat, parameters=parameters, optimizer=optimizer)
 """
     step = """\
-        for parameter, part in zip(self.parameters, self.parts(gradient), strict=True):
+        parts = self.flat.views(gradient).values() if self.flat else [gradient]
+        for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part
         return self.optimizer.step()
         self.decay.mul_(self.betas)"""
@@ -60,8 +61,10 @@ def flat_adam(*calls):
         "Adam on one flat vector, not `torch.optim.Adam` on each parameter",
         EAGER,
         (
-            ("\n    def __init__(self, weights, lr):\n", init),
+            ("    def __init__(self, weights, lr):\n", "    def __init__(self, weights, lr, flat=None):\n"),
+            ("        self.decay = torch.ones_like(self.betas)  # beta1**t and beta2**t after t steps\n", init),
             ("        self.decay.mul_(self.betas)", step),
+            ('vars(self).items() if name != "lr"', 'vars(self).items() if name != "lr" and torch.is_tensor(tensor)'),
             *((call, f"{call[:-1]}, {network})") for call, network in calls),
         ),
     )
@@ -73,7 +76,7 @@ def compiled_acting(where):
         where,
         "acting and storing compiled too",
         COMPILED,
-        (("            self.store_and_act = compiled(self.store_and_act, self.args.compile_mode)\n", ""),),
+        (("            self.store_and_act = compiled(self.store_and_act, mode)\n", ""),),
     )
 
 
@@ -83,49 +86,42 @@ def cpp_wrapper(where):
         where,
         "on a CPU, kernels called from C++, not from Python",
         ("compile",),
-        (("cpp_wrapper = not self.on_cuda", "cpp_wrapper = False"),),
+        (('cpp_wrapper = self.device.type == "cpu"', "cpp_wrapper = False"),),
     )
 
 
-CHEAP_GUARDS = Trick(
-    "cheap_guards",
-    "cheap_guards",
-    "guards of compiled code on what the learner holds, not on all else too",
+NO_MODULE_GUARDS = Trick(
+    "no_module_guards",
+    "compiled",
+    "compiled code without guards on modules, not with them",
     COMPILED,
-    (('guards = {"guard_filter_fn": cheap_guards}', "guards = {}"),),
+    (('    options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe\n', ""),),
 )
 BATCHED_CRITICS = Trick(
     "batched_critics",
-    "Apply.__call__",
+    "FlatNetwork.__call__",
     "the critics as one batched matmul per layer, not one after the other",
-    ALL,
-    (
-        (
-            "        return vmap(",
-            """\
-        return torch.stack([self.member(weights, i, *(x[i] for x in inputs)) for i in range(len(self.networks))])
-        return vmap(""",
-        ),
-    ),
+    (*COMPILED, "cudagraphs"),  # eager code does without
+    (("batched = args.compile or self.cudagraphs", "batched = False"),),
 )
 TRANSPOSED_STORAGE = Trick(
     "transposed_storage",
-    "Apply.unflatten",
+    "FlatNetwork.views",
     "matrices stored transposed, so that gradients need no copy",
     ALL,
-    (
-        (
-            "piece.view((*lead, *reversed(shape))).mT if len(shape) == 2 else piece.view((*lead, *shape))",
-            "piece.view((*lead, *shape))",
-        ),
-    ),
+    (("parameter.view(-1, *reversed(shape)).mT", "parameter.view(-1, *shape)"),),
 )
 NUMPY_ACTING = Trick(
     "numpy_acting",
     "on_host",
     "acting in NumPy on the layers that acting needs, not by calling the module",
     ALL,
-    (("    agreed = True\n", "    agreed = False\n"),),
+    (
+        (
+            "    trial = copy.deepcopy(network)\n",
+            "    return partial(by_torch, network)\n    trial = copy.deepcopy(network)\n",
+        ),
+    ),
 )
 DIRECT_ENVS = Trick(
     "direct_envs",
@@ -162,40 +158,26 @@ SAC = (
         (
             (
                 """\
-            loss = (alpha * log_prob - self.critics(self.critic_weights, obs, actions).amin(0)).mean()
-            (gradient,) = torch.autograd.grad(loss, weights)
+        q = self.critics(obs, actions).amin(0)
+        actor_loss = (alpha * log_prob - q).mean()
+        (gradient,) = torch.autograd.grad(actor_loss, weights)
 """,
                 """\
-            critic_weights = self.critic_weights.detach().requires_grad_()
-            loss = (alpha * log_prob - self.critics(critic_weights, obs, actions).amin(0)).mean()
-            gradient, _ = torch.autograd.grad(loss, (weights, critic_weights))
-""",
-            ),
-        ),
-    ),
-    Trick(
-        "shared_actor_pass",
-        "SAC.update_actor",
-        "one pass of the actor for the temperature and for the next actor step, not two",
-        EAGER,
-        (
-            ("        mean, log_std = self.actor(weights, obs)\n        for noise", "        for noise"),
-            (
-                "            actions, log_prob = self.squash(mean, log_std, noise)\n",
-                """\
-            mean, log_std = self.actor(weights, obs)
-            actions, log_prob = self.squash(mean, log_std, noise)
+        critic_weights = self.critics.weights.detach().requires_grad_()
+        q = self.critics(obs, actions, weights=critic_weights).amin(0)
+        actor_loss = (alpha * log_prob - q).mean()
+        gradient, _ = torch.autograd.grad(actor_loss, (weights, critic_weights))
 """,
             ),
         ),
     ),
     flat_adam(
-        ("Adam(self.actor_weights, args.policy_lr)", "self.actor"),
-        ("Adam(self.critic_weights, args.q_lr)", "self.critics"),
+        ("Adam(self.actor.weights, args.policy_lr)", "self.actor"),
+        ("Adam(self.critics.weights, args.q_lr)", "self.critics"),
     ),
     TRANSPOSED_STORAGE,
     compiled_acting("SAC.store_and_act"),
-    CHEAP_GUARDS,
+    NO_MODULE_GUARDS,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,8 +193,8 @@ TD3 = (
         ALL,
         (
             (
-                "self.critics.member(self.critic_weights, 0, obs, actions)",
-                "self.critics(self.critic_weights, obs, actions)[0]",
+                "self.critics.members[0](obs, actions)",
+                "self.critics(obs, actions)[0]",
             ),
         ),
     ),
@@ -224,20 +206,21 @@ TD3 = (
         (
             (
                 """\
-        loss = -self.critics.member(self.critic_weights, 0, obs, actions).mean()
-        (gradient,) = torch.autograd.grad(loss, weights)
+        actor_loss = -self.critics.members[0](obs, actions).mean()
+        (gradient,) = torch.autograd.grad(actor_loss, weights)
 """,
                 """\
-        critic_weights = self.critic_weights.detach().requires_grad_()
-        loss = -self.critics.member(critic_weights, 0, obs, actions).mean()
-        gradient, _ = torch.autograd.grad(loss, (weights, critic_weights))
+        critic_weights = self.critics.weights.detach().requires_grad_()
+        first = {name: view[0] for name, view in self.critics.views(critic_weights).items()}
+        actor_loss = -self.critics.call(first, obs, actions).mean()
+        gradient, _ = torch.autograd.grad(actor_loss, (weights, critic_weights))
 """,
             ),
         ),
     ),
     flat_adam(
-        ("Adam(self.actor_weights, args.learning_rate)", "self.actor"),
-        ("Adam(self.critic_weights, args.learning_rate)", "self.critics"),
+        ("Adam(self.actor.weights, args.learning_rate)", "self.actor"),
+        ("Adam(self.critics.weights, args.learning_rate)", "self.critics"),
     ),
     Trick(
         "index_select",
@@ -259,7 +242,7 @@ TD3 = (
         (
             ("def update_critics(self, uniform, noise):", "def update_critics(self, batch, noise):"),
             ("        batch = self.replay.sample(uniform)\n", ""),
-            ("self.update_critics(self.uniform(), ", "self.update_critics(self.replay.sample(self.uniform()), "),
+            ("self.update_critics(uniform, noise)\n", "self.update_critics(self.replay.sample(uniform), noise)\n"),
         ),
     ),
     compiled_acting("TD3.store_and_act"),
@@ -279,9 +262,9 @@ PPO = (
         ALL,
         (
             (
-                '        mean, log_std, values = self.agent(self.weights, steps["obs"])\n',
+                '        mean, log_std, values = self.agent(steps["obs"])\n',
                 """\
-        outputs = [self.agent(self.weights, obs) for obs in steps["obs"].split(self.num_envs)]
+        outputs = [self.agent(obs) for obs in steps["obs"].split(self.num_envs)]
         mean, values = (torch.cat([output[i] for output in outputs]) for i in (0, 2))
         log_std = outputs[0][1]
 """,
@@ -304,17 +287,17 @@ PPO = (
             ),
         ),
     ),
-    flat_adam(("Adam(self.weights, self.learning_rate)", "self.agent")),
+    flat_adam(("Adam(self.agent.weights, args.learning_rate)", "self.agent")),
     Trick(
         "one_graph",
         "PPO.update_minibatch",
         "Adam in the compiled graph of forward and backward pass, not after it",
         COMPILED,
         (
-            ('self.optimizers["agent"].step(self.weights, gradient * scale)', "return gradient * scale"),
+            ('self.optimizers["agent"].step(self.agent.weights, gradient * scale)', "return gradient * scale"),
             (
                 "            self.update_minibatch(rows)\n",
-                '            self.optimizers["agent"].step(self.weights, self.update_minibatch(rows))\n',
+                '            self.optimizers["agent"].step(self.agent.weights, self.update_minibatch(rows))\n',
             ),
         ),
     ),
@@ -330,21 +313,21 @@ DQN = (
     DIRECT_ENVS,
     Trick(
         "one_crossing",
-        "DQN.ship",
+        "DQN.send_block",
         "transitions stored on the device once per update, not one by one",
         ALL,
         (
             (
-                "        self.filled += self.num_envs\n",
+                "        self.collected += self.num_envs\n",
                 """\
-        self.filled += self.num_envs
-        self.ship()
-        self.store_inbox()
+        self.collected += self.num_envs
+        self.send_block()
+        self.store_block()
 """,
             ),
         ),
     ),
-    flat_adam(("Adam(self.q_weights, args.learning_rate)", "self.q")),
+    flat_adam(("Adam(self.q.weights, args.learning_rate)", "self.q")),
     Trick(
         "compiled_sampling",
         "DQN.store_and_update",
@@ -352,17 +335,17 @@ DQN = (
         COMPILED,
         (
             ("def store_and_update(self, uniform):", "def store_and_update(self, batch):"),
-            ("        self.store_inbox()\n        batch = self.replay.sample(uniform)\n", ""),
+            ("        self.store_block()\n        batch = self.replay.sample(uniform)\n", ""),
             (
-                "        self.scalars.keep(**self.store_and_update(self.uniform()))\n",
+                "        self.scalars.store(**self.store_and_update(uniform))\n",
                 """\
-        self.store_inbox()
-        self.scalars.keep(**self.store_and_update(self.replay.sample(self.uniform())))
+        self.store_block()
+        self.scalars.store(**self.store_and_update(self.replay.sample(uniform)))
 """,
             ),
         ),
     ),
-    CHEAP_GUARDS,
+    NO_MODULE_GUARDS,
     cpp_wrapper("DQN.apply_compile_and_cudagraphs"),
 )
 TRICKS = {"sac_continuous_action": SAC, "td3_continuous_action": TD3, "ppo_continuous_action": PPO, "dqn": DQN}

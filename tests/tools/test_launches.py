@@ -14,6 +14,7 @@ from benchmark.studies import launches
 DATA = json.loads(launches.DATA.read_text())
 SLOW = [(algo, "eager") for algo in launches.RUNS if algo not in ("td3_continuous_action", "dqn")]  # the same as graphs
 SLOW.append(("sac_atari", "compile"))  # half a minute
+BATCHED = ("sac_continuous_action", "td3_continuous_action", "sac_atari")  # eager critics run one after the other
 COUNTED = [(algo, mode) for algo in launches.RUNS for mode in launches.MODES if (algo, mode) not in SLOW]
 
 
@@ -27,9 +28,12 @@ def test_counts_are_those_in_the_file(algo, mode):
 
 @pytest.mark.parametrize("algo", launches.RUNS)
 def test_graphs_hold_all_operators_and_change_no_copy_and_no_wait(algo):
-    eager, graphed = (DATA["scripts"][algo][mode] for mode in ("eager", "cudagraphs"))
-    for part, counts in graphed.items():
+    eager, captured = (DATA["scripts"][algo][mode] for mode in ("eager", "cudagraphs"))
+    for part, counts in captured.items():
         launched = counts.get("operators", 0) + counts.get("nodes", 0)
-        assert launched == eager[part].get("operators", 0), part
+        if algo in BATCHED:
+            assert launched <= eager[part].get("operators", 0), part
+        else:
+            assert launched == eager[part].get("operators", 0), part
         for name in ("calls per step", "h2d", "h2d bytes", "d2h", "d2h bytes", "waits"):
             assert counts.get(name) == eager[part].get(name), (part, name)
