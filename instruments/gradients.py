@@ -95,6 +95,9 @@ class GradientWatch(Instrument):
                 self.run.writer.add_histogram(f"gradient_histograms/{name}", gradient, self.run.step)
                 self.run.writer.add_histogram(f"weight_histograms/{name}", weights, self.run.step)
 
+    def end_run(self, what):
+        self.run.end_at_nan(what, self.run.learner.state_dict())
+
     def trap_not_finite(self, gradients):
         said = []
         for network in self.sources:
@@ -102,7 +105,7 @@ class GradientWatch(Instrument):
             bad = [name for name in layers if not math.isfinite(gradients[name])]
             said += [f"all layers of {network}"] if len(bad) == len(layers) > 1 else bad
         if said:
-            self.run.refuse_to_go_on(f"the gradient of {', '.join(said)} is not finite")
+            self.end_run(f"the gradient of {', '.join(said)} is not finite")
 
     def trap_explosion(self, gradients, losses):
         watched = dict(gradients)
@@ -114,7 +117,7 @@ class GradientWatch(Instrument):
             if norm > max(EXPLODES * usual, LEAST):
                 largest = max(gradients, key=gradients.get)
                 what = f"the gradient of {name} explodes: its norm is {norm:.3g}, {usual:.3g} was usual"
-                self.run.refuse_to_go_on(f"{what}; the largest layer is {largest}")
+                self.end_run(f"{what}; the largest layer is {largest}")
             past.append(norm)
 
     def trap_zero(self, gradients):
@@ -180,7 +183,7 @@ class ModuleLayers:
 
     def __init__(self, script, learner, name):
         self.optimizer = learner.optimizers[name]
-        network = learner.networks().get(name)
+        network = learner.networks.get(name)
         names = {p: f"{name}.{layer}" for layer, p in network.named_parameters()} if network else {}
         self.groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         self.names = [names.get(p, name) for p in self.groups]

@@ -32,7 +32,7 @@ class Profile(Instrument):
     def log(self, losses):
         if self.profiler:
             self.finish()
-        elif not self.begun and getattr(self.run.learner, "stage", "training") == "training":
+        elif not self.begun and self.run.steady is not None:
             self.begun = True
             self.wait(self.idle)
 
