@@ -100,9 +100,8 @@ def draw(labels, observations, output):
 
 
 def main(args):
-    settings = script.Args(env_id=args.env_id, seed=args.seed)
-    script.check_args(settings)
-    envs = script.AtariEnvs(settings, 1, args.seed)
+    settings = script.Args(env_id=args.env_id, num_envs=1)
+    envs = script.AtariEnvs(settings, args.seed)
     envs.action_space.seed(args.seed)
     draw(*zip(*play(envs), strict=True), args.output)
 

@@ -11,13 +11,17 @@ python -m benchmark.report.curves collect runs/pong entropy.csv --tag losses/ent
 import csv
 import json
 from collections import defaultdict
+from itertools import islice
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import tyro
 
 from benchmark.arguments import refuse
 from benchmark.report.tables import Table
+from instruments.instrument import one_line
+from instruments.playing import make_env, play
 
 RETURN = "charts/episodic_return"
 KEY = ("exp_name", "env_id", "seed", "step")
@@ -55,42 +59,36 @@ def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Pa
         csv.writer(file, lineterminator="\n").writerows([(*KEY, name), *rows])
 
 
-def random_returns(envs, games):
-    """Returns of a uniform random policy in the first `games` games of each environment: (num_envs, games)."""
-    returns = [[] for _ in range(envs.num_envs)]
-    totals = np.zeros(envs.num_envs)
-    envs.reset()
-    while min(map(len, returns)) < games:
-        _, _, _, _, infos = envs.step(envs.action_space.sample())
-        totals += infos["raw_rewards"]
-        for i in infos["game_ended"].nonzero()[0]:
-            returns[i].append(totals[i])
-            totals[i] = 0
-    return np.array([finished[:games] for finished in returns])
+def random_returns(env_id, seed, games):
+    """Returns of a uniform random policy in the first `games` games of an environment."""
+    env = make_env(env_id, seed)
+    env.action_space.seed(seed)
+    episodes = islice(play(env, lambda obs: env.action_space.sample(), seed), games)
+    returns = [episode.total for episode in episodes]
+    env.close()
+    return returns
 
 
 def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 1, num_envs: int = 8, games: int = 16):
-    """Append the returns of a uniform random policy in whole Atari games to a CSV file: "random", a row of step 0 each.
+    """Append the returns of a uniform random policy to a CSV file: "random", a row of step 0 each.
 
-    Each of `num_envs` environments plays `games` games: the first ones to end anywhere would be the short ones.
+    Each of `num_envs` environments plays `games` games, of Atari whole ones.
     """
-    from leanrl import ppo_atari_envpool as script
-
-    args = script.Args(env_id=env_id, seed=seed, num_envs=num_envs)
-    script.check_args(args)
-    if games < 1:
-        refuse("games", games, "give at least 1")
-    envs = script.AtariEnvs(args, num_envs, seed, whole_games=True)
-    envs.action_space.seed(seed)
-    returns = random_returns(envs, games)
+    for name, value in (("games", games), ("num-envs", num_envs)):
+        if value < 1:
+            refuse(name, value, "give at least 1")
+    try:
+        returns = {seed + i: random_returns(env_id, seed + i, games) for i in range(num_envs)}
+    except gym.error.Error as error:
+        refuse("env-id", env_id, f"correct the name ({one_line(error)})")
     with open(output, "a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         if file.tell() == 0:
             writer.writerow(COLUMNS)
-        for i, row in enumerate(returns):
-            writer.writerows([RANDOM, env_id, seed + i, 0, f"{value:.2f}"] for value in row)
-    mean = mean_and_error(returns.flatten())
-    print(f"{returns.size} games: mean return {mean}, standard deviation {returns.std():.2f}")
+        for own_seed, row in returns.items():
+            writer.writerows([RANDOM, env_id, own_seed, 0, f"{value:.2f}"] for value in row)
+    flat = [value for row in returns.values() for value in row]
+    print(f"{len(flat)} games: mean return {mean_and_error(flat)}, standard deviation {np.std(flat):.2f}")
 
 
 def read(data):

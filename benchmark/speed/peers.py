@@ -82,7 +82,7 @@ class Games(VecEnv):
     """A script's AtariEnvs for the peers, which want the next episode to start in the step that ends the one before."""
 
     def __init__(self, script, args):
-        self.envs = script.AtariEnvs(args, args.num_envs, args.seed)
+        self.envs = script.AtariEnvs(args, args.seed)
         self.returns = np.zeros(args.num_envs)
         super().__init__(args.num_envs, self.envs.single_observation_space, self.envs.single_action_space)
 
@@ -90,10 +90,10 @@ class Games(VecEnv):
         return self.envs.reset()[0]
 
     def step_async(self, actions):
-        self.envs.send(actions)
+        self.actions = actions
 
     def step_wait(self):
-        obs, rewards, terminated, truncated, infos = self.envs.step(None)
+        obs, rewards, terminated, truncated, infos = self.envs.step(self.actions)
         ended = terminated | truncated
         self.returns += infos["raw_rewards"]
         reports = [{} for _ in ended]
@@ -173,9 +173,8 @@ def is_atari(script):
 
 def make_ours(algo, script, args):
     """Our learner, with a replay buffer of next to no size."""
-    envs = (
-        script.make_games(args, args.num_envs, args.seed) if is_atari(script) else script.make_envs(args, args.num_envs)
-    )
+    make_envs = script.make_games if is_atari(script) else script.make_envs
+    envs = make_envs(args, folder=None)
     if hasattr(args, "buffer_size"):
         args = dataclasses.replace(args, buffer_size=2 * args.num_envs)
     learner = getattr(script, CLASSES[algo])(args, envs, torch.device("cpu"))
@@ -183,9 +182,14 @@ def make_ours(algo, script, args):
     return learner
 
 
+def networks_of(learner):
+    """Our learner's networks by name."""
+    return {name: value for name, value in vars(learner).items() if isinstance(value, nn.Module)}
+
+
 def hidden_layers(peer, algo, learner):
     """The widths of the hidden layers of our first network, but for those that the peer's convolutional ones have."""
-    network = next(iter(learner.networks().values()))
+    network = next(iter(networks_of(learner).values()))
     network = getattr(network, "actor", network)
     widths = [layer.out_features for layer in network.modules() if isinstance(layer, nn.Linear)][:-1]
     return [] if (peer, algo) == ("sb3", "dqn_atari") else widths
@@ -347,7 +351,7 @@ def our_settings(algo, script, args):
     """The settings of our script: those of its learner, and flags."""
     name = CLASSES[algo]
     learner = make_ours(algo, script, args)
-    rows = networks_in_torch(nn.ModuleDict(learner.networks()))
+    rows = networks_in_torch(nn.ModuleDict(networks_of(learner)))
     rows |= optimizers_in_torch(learner.optimizers, getattr(args, "anneal_lr", False))
     rows |= {flag: getattr(args, flag) for flag in NAMES[name]}
     if name == "PPO":

@@ -5,13 +5,11 @@
     python -m benchmark.report                 # put the results into doc/torch_compile.md
 
 A round trains a script eagerly and in each mode, interleaved (speed/rounds.py), from an empty compiler cache.
-Modes that make CUDA graphs are left out where there is no CUDA device.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 
 from benchmark.algorithms import ALGORITHMS, named
 from benchmark.arguments import check, parse
@@ -23,11 +21,8 @@ from benchmark.speed.rounds import INTERLEAVED, RunArgs, run_programs
 MODES = {
     "eager": [],
     "default": ["--compile"],
-    "reduce-overhead": ["--compile", "--compile-mode=reduce-overhead"],
-    "max-autotune": ["--compile", "--compile-mode=max-autotune"],
     "max-autotune-no-cudagraphs": ["--compile", "--compile-mode=max-autotune-no-cudagraphs"],
 }
-NEED_CUDA = ("reduce-overhead", "max-autotune")  # else they are default and max-autotune-no-cudagraphs
 HEADER = ("", "mode", "steps/s", "ratio to default", "until steady, s")
 
 
@@ -45,8 +40,7 @@ class Args:
 
 def measure(args, algo):
     """Speed and warm-up of each mode, a list over seeds of each."""
-    modes = [mode for mode in MODES if torch.cuda.is_available() or mode not in NEED_CUDA]
-    programs = {mode: [*INTERLEAVED, f"{algo}_torchcompile", *MODES[mode]] for mode in modes}
+    programs = {mode: [*INTERLEAVED, f"{algo}_torchcompile", *flags] for mode, flags in MODES.items()}
     settings = RunArgs(total_timesteps=ALGORITHMS[algo].quick_steps, flags=ALGORITHMS[algo].flags)
     summaries = run_programs(algo, programs, args.seeds, args.run_dir / algo, settings)
     columns = {"steps_per_second": "steady_sps", "warmup_seconds": "warmup_seconds"}
@@ -62,9 +56,6 @@ def rows(data):
     speeds, warmups = data["steps_per_second"], data["warmup_seconds"]
     lines = []
     for mode in MODES:
-        if mode not in speeds:
-            lines.append([name, mode, "not measured", "", ""])
-            continue
         ratios = [own / other for own, other in zip(speeds[mode], speeds["default"], strict=True)]
         columns = [(speeds[mode], "{:.0f}"), (ratios, "{:.2f}"), (warmups[mode], "{:.0f}")]
         lines.append([name, mode, *(spread(values, form) for values, form in columns)])

@@ -108,7 +108,7 @@ def test_games_are_those_of_our_script(peers):
     """The peers see what our script sees, but for the steps in which an episode starts: they have no such steps."""
     script = importlib.import_module("leanrl.dqn_atari")
     args = script.Args(num_envs=1)
-    ours, theirs = script.AtariEnvs(args, 1, args.seed), peers.Games(script, args)
+    ours, theirs = script.AtariEnvs(args, args.seed), peers.Games(script, args)
     assert np.array_equal(ours.reset()[0], theirs.reset())
     rng = np.random.default_rng(0)
     ends = games = 0
