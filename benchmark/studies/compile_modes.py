@@ -10,7 +10,6 @@ A round trains a script eagerly and in each mode, interleaved (speed/rounds.py),
 from dataclasses import dataclass
 from pathlib import Path
 
-
 from benchmark.algorithms import ALGORITHMS, named
 from benchmark.arguments import check, parse
 from benchmark.report.machine import machine, where
