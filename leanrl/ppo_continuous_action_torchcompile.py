@@ -319,7 +319,7 @@ class PPO:
     def record(self, t, next_obs, last_obs, rewards, terminated, ended):
         """Store what step `t` led to; all are NumPy, (num_envs, ...). Returns `next_obs` normalized.
 
-        `last_obs` are the `final_observations`, `ended` is where an episode is over.
+        `last_obs` is `next_obs`, but the last observation where an episode ended, as `ended` says.
         """
         obs, rewards = self.normalizer.normalize(next_obs, rewards, ended)
         self.steps["next_obs"][t] = obs if last_obs is next_obs else self.normalizer.scale_obs(last_obs)
@@ -377,8 +377,8 @@ class PPO:
 
 def train(args, on_start=lambda run: None):
     """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    check_batch(args)
     with Run(args) as run:
+        check_batch(args)
         check_compile(args, run.device)
         envs = DirectEnvs(make_envs(args, run.folder))
         require_bounded_actions(args, envs)
@@ -707,7 +707,7 @@ def gaussian_log_prob(mean, log_std, actions):
 def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv:1506.02438, eq. 16); all tensors are (num_steps, num_envs).
 
-    The recurrence A_t = delta_t + decay_t A_{t+1} by doubling: after k rounds A_t covers 2**k steps.
+    It solves the recurrence A_t = delta_t + decay_t A_{t+1} by doubling: after k rounds A_t covers 2**k steps.
     """
     advantages = rewards + gamma * (1 - terminated) * next_values - values
     decay = gamma * gae_lambda * (1 - ended)
@@ -895,6 +895,14 @@ def has_nan(state):
     return any(tensor.isnan().any() for tensor in tensors)
 
 
+class ProgressBar(tqdm):
+    """A progress bar that does without stderr where that is closed or full."""
+
+    def display(self, *args, **kwargs):
+        with suppress(OSError):
+            super().display(*args, **kwargs)
+
+
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
@@ -945,7 +953,8 @@ class Run:
         if self.args.track:
             self.track()
         self.writer = SummaryWriter(self.folder)
-        self.bar = tqdm(total=self.args.total_timesteps, initial=self.step, unit="step", dynamic_ncols=True)
+        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.bar.set_description("compiling" if self.config["compile"] else "warming up")
         self.start_time = self.log_time = time.perf_counter()
 
@@ -1007,10 +1016,7 @@ class Run:
         if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
             self.steady = (self.step, time.perf_counter())
             self.bar.set_description("training", refresh=False)
-        try:
-            self.bar.update(self.args.num_envs)
-        except OSError:  # nobody reads stderr any more
-            self.bar.disable = True
+        self.bar.update(self.args.num_envs)
 
     def end_episode(self, i):
         """Log the episode that is over in environment `i`."""
@@ -1024,6 +1030,7 @@ class Run:
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
@@ -1078,7 +1085,7 @@ class Run:
             with suppress(OSError):
                 self.bar.close()
         if self.signal is not None and not isinstance(error, SystemExit):
-            if error is not None:
+            if isinstance(error, Exception):
                 note(f"after the signal: {one_line(error)}")
             raise SystemExit(128 + self.signal)
 
@@ -1087,6 +1094,7 @@ class Run:
         steady_step, steady_time = self.steady or (self.step, end_time)
         mean_return = float(np.mean(self.last_returns)) if self.last_returns else math.nan
         results = {
+            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
             "global_step": self.step,
             "episodes": self.episodes,
             "episodic_return": mean_return if math.isfinite(mean_return) else None,
