@@ -229,8 +229,8 @@ def turns(frequency, step, num_envs):
 
 def train(args, on_start=lambda run: None):
     """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    check_replay(args)
     with Run(args) as run:
+        check_replay(args)
         envs = make_envs(args, run.folder)
         require_discrete_actions(args, envs)
         learner = DQN(args, envs, run.device)
