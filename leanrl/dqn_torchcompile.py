@@ -167,6 +167,7 @@ class DQN:
         self.arriving_weights = torch.zeros_like(self.acting_q.weights, pin_memory=on_cuda)
         self.arriving_weights.copy_(self.q.weights)
         self.weights_arrived = torch.cuda.Event() if on_cuda else HostEvent()
+        self.buffers = list(zip(self.acting_q.network.buffers(), self.q.network.buffers(), strict=True))
 
         shapes = {"obs": (self.obs_dim,), "next_obs": (self.obs_dim,), "actions": (), "rewards": (), "terminated": ()}
         require_memory(args, "buffer_size", bytes_each=4 * sum(math.prod(shape) for shape in shapes.values()))
@@ -174,6 +175,7 @@ class DQN:
         self.block_size = steps * self.num_envs  # transitions that are collected on the host before they are sent
         self.replay = DeviceReplayBuffer(args.buffer_size, shapes, device, spare=self.block_size)
         self.host_block = torch.zeros(self.block_size + 1, self.replay.width, pin_memory=on_cuda)
+        self.host_rows = self.host_block.numpy()
         self.block = self.host_block.to(device)  # on a CPU the same memory
         self.block_sent = torch.cuda.Event() if on_cuda else HostEvent()
         self.collected = 0
@@ -199,12 +201,15 @@ class DQN:
         self.optimizers["q"].step(self.q.weights, gradient)
         return {"q_values": q.detach().mean(), "td_loss": td_loss.detach()}
 
+    def uniform(self):
+        """Numbers from [0, 1) that pick a batch, (batch,); in float64, since float32 would skip rows of a million."""
+        return torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)
+
     def learn(self):
         """One update. It draws random numbers outside of compiled functions, so that all modes draw the same ones, and
         inside of the CUDA graph, so that each replay draws new ones.
         """
-        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)  # float32 skips rows
-        self.scalars.store(**self.store_and_update(uniform))
+        self.scalars.store(**self.store_and_update(self.uniform()))
 
     def update(self):
         """Launch one update: on a CUDA device it may still run when this returns.
@@ -213,8 +218,8 @@ class DQN:
         """
         self.weights_arrived.synchronize()
         self.acting_q.weights.copy_(self.arriving_weights)
-        for acting, newest in zip(self.acting_q.network.buffers(), self.q.network.buffers(), strict=True):
-            acting.copy_(newest)
+        for acting_buffer, buffer in self.buffers:
+            acting_buffer.copy_(buffer)
         self.send_block()
         self.learn()
         self.arriving_weights.copy_(self.q.weights, non_blocking=True)
@@ -245,13 +250,13 @@ class DQN:
             self.store_block()
         if self.collected == 0:
             self.block_sent.synchronize()
-        rows = self.host_block[self.collected : self.collected + self.num_envs]
-        self.replay.pack(transitions, rows.numpy())
+        rows = self.host_rows[self.collected : self.collected + self.num_envs]
+        self.replay.pack(transitions, rows)
         self.collected += self.num_envs
 
     def send_block(self):
         """Send the collected transitions to the device, and, in the last row, their number."""
-        self.host_block[-1, 0] = self.collected  # the last copy is over: `store` or `update` has waited for it
+        self.host_rows[-1, 0] = self.collected  # the last copy is over: `store` or `update` has waited for it
         self.block.copy_(self.host_block, non_blocking=True)
         self.block_sent.record()
         self.collected = 0
