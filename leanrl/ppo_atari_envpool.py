@@ -1,24 +1,35 @@
-"""Proximal Policy Optimisation (Schulman et al. 2017, arXiv:1707.06347) for Atari in plain PyTorch: the reading copy.
+"""Proximal Policy Optimization (PPO) for Atari, in plain PyTorch: Schulman et al. 2017, arXiv:1707.06347.
 
-`PPO.update` and `PPO.loss` read like the paper. The tests hold ppo_atari_envpool_torchcompile.py against this file, and
-the speed tables measure it as their baseline. The details are those of "The 37 implementation details of PPO" (Huang et
-al. 2022), hyper-parameters and defaults CleanRL's.
+The algorithm and its defaults are CleanRL's, and so are its details, see Huang et al. 2022, "The 37 implementation
+details of PPO":
+
+1. Policy and value function share a convolutional network, whose layers start orthogonal (`Agent`).
+2. A lost life ends an episode, and rewards are -1, 0 or 1 (`AtariEnvs`).
+3. The step that starts an episode ignores its action: losses leave it out (`AtariEnvs.step`, `masked_mean`).
+4. Advantages are estimated by GAE; a truncated episode is not a terminal state (`PPO.make_batch`).
+5. Not only the probability ratio is clipped, but also the change of the values (`PPO.loss`).
+6. Each minibatch normalizes its advantages and clips its gradient (`PPO.loss`, `PPO.update_minibatch`).
+7. The learning rate decays linearly to 0 (`train`).
+
+ppo_atari_envpool_torchcompile.py makes the same updates at full speed.
 
     python leanrl/ppo_atari_envpool.py --env-id Breakout-v5
 """
 
+import copy
 import difflib
 import json
-import logging
 import math
 import os
+import platform
 import shutil
 import signal
-import subprocess
 import sys
+import textwrap
 import time
-from dataclasses import dataclass, field, fields, make_dataclass, replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -26,140 +37,94 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from torch import nn
 from torch.distributions import Categorical
+from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-SCRIPT = Path(__file__).stem
-THREADS = 0
-
 
 @dataclass
-class RunArgs:
-    exp_name: str = SCRIPT
-    """name of the experiment, part of the run's folder name"""
-    seed: int = 1
-    """seed of the environments, the action space, numpy and torch"""
-    run_dir: str = "runs"
-    """folder that receives one folder per run"""
-    checkpoint_interval: int = 0
-    """environment steps between two checkpoints (0: only the one that ends every run)"""
-    resume: str | None = None
-    """checkpoint, or folder of a run, to continue up to --total-timesteps; its flags are the defaults"""
-    evaluate: str | None = None
-    """checkpoint, or folder of a run, whose deterministic policy to evaluate instead of training"""
-    eval_episodes: int = 10
-    """episodes of an evaluation"""
-    export: str | None = None
-    """checkpoint, or folder of a run, beside which to write policy.pt2 instead of training"""
-    capture_video: bool = False
-    """record mp4 videos of the first environment into the run's folder"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "leanrl"
-    """wandb project"""
-    wandb_entity: str | None = None
-    """wandb team"""
-    cuda: bool = True
-    """use a CUDA device if there is one"""
-    threads: int = THREADS
-    """threads for computing on the CPU (0: torch's choice)"""
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """precision of float32 matmuls: high allows TF32, in convolutions too, medium bfloat16"""
-    torch_deterministic: bool = True
-    """ask cuDNN for deterministic kernels"""
-    measure_burnin: int = 100
-    """environment steps between the end of warm-up and the start of the speed measurement"""
-
-
-@dataclass
-class EnvironmentArgs:
+class Args:
     env_id: str = "Breakout-v5"
-    """Atari game, by envpool's name"""
+    """Atari game in envpool"""
     total_timesteps: int = 10_000_000
-    """environment steps (transitions) of the whole run, each of four frames"""
+    """environment steps of the whole run, over all environments; each takes four frames"""
     num_envs: int = 8
-    """games that step together, one transition each"""
-
-
-@dataclass
-class AlgorithmArgs:
+    """environments that step together"""
+    num_steps: int = 128
+    """steps of each environment per iteration"""
     learning_rate: float = 2.5e-4
     """learning rate of the first iteration"""
-    num_steps: int = 128
-    """steps of each environment in an iteration"""
     anneal_lr: bool = True
-    """lower the learning rate linearly, towards 0 at the end of the run"""
+    """lower the learning rate linearly to 0 at the end of the run"""
     gamma: float = 0.99
     """discount factor"""
     gae_lambda: float = 0.95
-    """lambda of generalised advantage estimation"""
+    """lambda of generalized advantage estimation"""
     num_minibatches: int = 4
-    """minibatches in an epoch"""
+    """minibatches per epoch"""
     update_epochs: int = 4
     """passes over an iteration's transitions"""
     norm_adv: bool = True
-    """normalise advantages to mean 0 and variance 1 in each minibatch"""
+    """normalize the advantages of each minibatch"""
     clip_coef: float = 0.1
-    """how far the probability ratio may be from 1 (epsilon in the paper)"""
+    """largest change of the probability ratio from 1 (epsilon in the paper)"""
     clip_vloss: bool = True
     """clip the change of the values by --clip-coef too"""
     ent_coef: float = 0.01
     """coefficient of the entropy in the loss"""
-    init_entropy: Literal["default", "max"] = "default"
-    """max: begin with a policy whose actions have the entropy of uniformly random ones"""
     vf_coef: float = 0.5
     """coefficient of the value loss"""
     max_grad_norm: float = 0.5
     """largest norm of a gradient, which is scaled down to it"""
     target_kl: float | None = None
-    """end an iteration's updates after the epoch in which the approximate KL divergence exceeds this"""
+    """end an iteration after the epoch in which the approximate KL divergence exceeds this"""
+
+    exp_name: str = Path(__file__).stem
+    """name of the experiment, part of the run's folder name"""
+    seed: int = 1
+    """seed of the environments, NumPy and torch"""
+    run_dir: str = "runs"
+    """folder for the runs' folders"""
+    resume: str | None = None
+    """run to continue: its folder or its checkpoint.pt, whose flags become the defaults"""
+    checkpoint_interval: int = 0
+    """environment steps between two checkpoints (0: only one, at the end)"""
+    capture_video: bool = False
+    """record videos of the first environment"""
+    track: bool = False
+    """also log to Weights & Biases"""
+    wandb_project_name: str = "leanrl"
+    """project on Weights & Biases"""
+    wandb_entity: str | None = None
+    """team on Weights & Biases"""
+    cuda: bool = True
+    """use a CUDA device if there is one"""
+    threads: int = 0
+    """CPU threads for torch (0: torch's default)"""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """precision of float32 matmuls and convolutions (high: TF32, medium: bfloat16)"""
+    torch_deterministic: bool = True
+    """use deterministic cuDNN kernels"""
 
 
-@dataclass
-class Args(AlgorithmArgs, EnvironmentArgs, RunArgs):
-    """All flags of this script; a new one goes into a class above, and its range into LIMITS."""
-
-
-LIMITS = {  # the numbers with which a run can work, from smallest to largest
-    "seed": (0, 2**32 - 1),
-    "checkpoint_interval": (0, 1e12),
-    "eval_episodes": (1, 1e12),
-    "threads": (0, 1024),
-    "measure_burnin": (0, 1e12),
-    "total_timesteps": (1, 1e12),
-    "num_envs": (1, 256),
-    "learning_rate": (1e-12, 1),
-    "num_steps": (1, 1e12),
-    "gamma": (0, 1),
-    "gae_lambda": (0, 1),
-    "num_minibatches": (1, 1e12),
-    "update_epochs": (1, 1e12),
-    "clip_coef": (1e-12, 1e12),
-    "ent_coef": (0, 1e12),
-    "vf_coef": (0, 1e12),
-    "max_grad_norm": (1e-12, 1e12),
-    "target_kl": (1e-12, 1e12),
-}
-STRUCTURAL = ("env_id",)  # flags that cannot change when a checkpoint is used
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Networks
-# ---------------------------------------------------------------------------------------------------------------------
+AT_LEAST_ONE = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
+AT_MOST_ONE = ("gamma", "gae_lambda")
+POSITIVE = ("learning_rate", "clip_coef", "max_grad_norm", "target_kl")  # the other numbers may be 0
+FIXED = ("env_id",)  # what a resumed run cannot change
 
 
 def orthogonal(layer, gain=2**0.5):
-    """The layer, with orthogonal weights and no bias at first."""
+    """`layer`, which starts with orthogonal weights and without bias."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
-class AtariAgent(nn.Module):
+class Agent(nn.Module):
     """The convolutional network of Mnih et al. 2015 with two heads: a categorical policy and a value function."""
 
     def __init__(self, num_actions):
@@ -179,13 +144,194 @@ class AtariAgent(nn.Module):
         self.critic = orthogonal(nn.Linear(512, 1), gain=1.0)
 
     def forward(self, obs):
-        """Logits of the actions, (batch, num_actions), and values, (batch,), of obs, (batch, 4, 84, 84), in bytes."""
+        """Logits of the actions, (batch, num_actions), and values, (batch,), for uint8 `obs`, (batch, 4, 84, 84)."""
         features = self.features(obs / 255)
         return self.actor(features), self.critic(features).squeeze(-1)
 
 
+class PPO:
+    """The learner: network, optimizer and the rollout of an iteration."""
+
+    warmup_updates = 1  # until the speed is steady
+
+    def __init__(self, args, envs, device):
+        self.args = args
+        self.device = device
+        with device:
+            self.agent = Agent(int(envs.single_action_space.n))
+        self.optimizers = {"agent": torch.optim.Adam(self.agent.parameters(), lr=args.learning_rate, eps=1e-5)}
+        obs_shape = envs.single_observation_space.shape
+        names = ("actions", "log_prob", "values", "rewards", "terminated", "ended", "valid")
+        require_memory(args, "num_steps", bytes_each=envs.num_envs * (math.prod(obs_shape) + 4 * len(names)))
+        steps = (args.num_steps, envs.num_envs)
+        self.rollout = {name: torch.zeros(steps, device=device) for name in names}
+        self.rollout["obs"] = torch.zeros(*steps, *obs_shape, dtype=torch.uint8, device=device)
+        self.updates = 0
+        self.last_losses = {}
+
+    @torch.no_grad()
+    def make_batch(self, last_obs):
+        """The rollout's transitions with their advantages and returns, by name, (num_steps * num_envs, ...).
+
+        A step leads to the observation of the next one, also where it ends an episode: only the next step starts a new
+        episode. `last_obs`, NumPy, (num_envs, 4, 84, 84), are what the last step led to.
+        """
+        rollout = self.rollout
+
+        # GAE (arXiv:1506.02438, eq. 16)
+        _, last_values = self.agent(torch.as_tensor(last_obs, device=self.device))
+        next_values = torch.cat((rollout["values"][1:], last_values[None])) * (1 - rollout["terminated"])
+        errors = rollout["rewards"] + self.args.gamma * next_values - rollout["values"]
+        decay = self.args.gamma * self.args.gae_lambda * (1 - rollout["ended"])
+        advantages = torch.zeros_like(errors)
+        advantage = 0
+        for t in reversed(range(self.args.num_steps)):
+            advantage = errors[t] + decay[t] * advantage
+            advantages[t] = advantage
+
+        batch = {name: rollout[name] for name in ("obs", "actions", "log_prob", "values", "valid")}
+        batch |= {"advantages": advantages, "returns": advantages + rollout["values"]}
+        return {name: column.flatten(0, 1) for name, column in batch.items()}
+
+    def loss(self, rows):
+        """Policy loss, value loss, entropy and the log of the probability ratio, (batch,), for rows of a batch."""
+        clip = self.args.clip_coef
+        valid = rows["valid"]
+        logits, values = self.agent(rows["obs"])
+        policy = Categorical(logits=logits, validate_args=False)
+
+        # clipped policy loss (eq. 7)
+        log_ratio = policy.log_prob(rows["actions"]) - rows["log_prob"]
+        ratio = log_ratio.exp()
+        advantages = rows["advantages"]
+        if self.args.norm_adv:
+            std = masked_variance(advantages, valid).sqrt()
+            advantages = (advantages - masked_mean(advantages, valid)) / (std + 1e-8)
+        gains = torch.min(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip))
+        policy_loss = -masked_mean(gains, valid)
+
+        # clipped value loss
+        errors = (values - rows["returns"]).square()
+        if self.args.clip_vloss:
+            clipped_values = rows["values"] + (values - rows["values"]).clamp(-clip, clip)
+            errors = torch.max(errors, (clipped_values - rows["returns"]).square())
+        value_loss = 0.5 * masked_mean(errors, valid)
+
+        entropy = masked_mean(policy.entropy(), valid)
+        return policy_loss, value_loss, entropy, log_ratio
+
+    def update_minibatch(self, rows):
+        """One step of Adam; returns losses and statistics from before it, by name."""
+        policy_loss, value_loss, entropy, log_ratio = self.loss(rows)
+        loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
+        self.optimizers["agent"].zero_grad()
+        loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm)
+        self.optimizers["agent"].step()
+
+        log_ratio = log_ratio.detach()
+        ratio = log_ratio.exp()
+        clipped = ((ratio - 1).abs() > self.args.clip_coef).float()
+        return {
+            "policy_loss": policy_loss.detach(),
+            "value_loss": value_loss.detach(),
+            "entropy": entropy.detach(),
+            "approx_kl": masked_mean(ratio - 1 - log_ratio, rows["valid"]),  # http://joschu.net/blog/kl-approx.html, k3
+            "clipfrac": masked_mean(clipped, rows["valid"]),
+            "grad_norm": grad_norm,
+        }
+
+    def learn_epoch(self, batch):
+        """All of `batch` once, in minibatches drawn without replacement; returns means of what they return."""
+        size = len(batch["valid"])
+        losses = []
+        for rows in torch.randperm(size, device=self.device).split(size // self.args.num_minibatches):
+            losses.append(self.update_minibatch({name: column[rows] for name, column in batch.items()}))
+        return {name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]}
+
+    def update(self, learning_rate, last_obs):
+        """All epochs over the rollout; `last_obs`, (num_envs, 4, 84, 84), are what its last step led to."""
+        self.optimizers["agent"].param_groups[0]["lr"] = learning_rate
+        batch = self.make_batch(last_obs)
+        for _ in range(self.args.update_epochs):
+            self.last_losses = self.learn_epoch(batch)
+            if self.args.target_kl is not None and self.last_losses["approx_kl"] > self.args.target_kl:
+                break
+        errors = masked_variance(batch["advantages"], batch["valid"])  # of returns minus values
+        self.last_losses["explained_variance"] = 1 - errors / masked_variance(batch["returns"], batch["valid"])
+        self.updates += 1
+
+    @torch.no_grad()
+    def act(self, t, obs):
+        """Sampled actions, (num_envs,), for step `t` of the rollout and `obs`, (num_envs, 4, 84, 84); both NumPy."""
+        obs = torch.as_tensor(obs, device=self.device)
+        logits, values = self.agent(obs)
+        policy = Categorical(logits=logits, validate_args=False)
+        actions = policy.sample()
+        self.store(t, obs=obs, actions=actions, log_prob=policy.log_prob(actions), values=values)
+        return actions.cpu().numpy()
+
+    def record(self, t, rewards, terminated, truncated, is_reset):
+        """Store what step `t` led to; all are NumPy, (num_envs,), as `AtariEnvs.step` returns them."""
+        self.store(t, rewards=rewards, terminated=terminated, ended=terminated | truncated, valid=~is_reset)
+
+    def store(self, t, **columns):
+        """Write columns, (num_envs, ...), as step `t` of the rollout."""
+        for name, column in columns.items():
+            self.rollout[name][t] = torch.as_tensor(column, device=self.device)
+
+    def losses(self):
+        """Losses and statistics of the last update's last epoch, by name."""
+        return {name: value.item() for name, value in self.last_losses.items()}
+
+    def policy(self):
+        """A copy of the deterministic policy, on the CPU."""
+        return Policy(copy.deepcopy(self.agent).cpu())
+
+    def state_dict(self):
+        """All that a resumed run needs to continue bit by bit, on the CPU or on the device."""
+        return {
+            "networks": {"agent": self.agent.state_dict()},
+            "optimizers": {"agent": self.optimizers["agent"].state_dict()["state"]},
+            "updates": self.updates,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all(),
+        }
+
+    def load_state_dict(self, state):
+        """Continue from what `state_dict` returned."""
+        self.agent.load_state_dict(state["networks"]["agent"])
+        optimizer = self.optimizers["agent"]
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizers"]["agent"]})
+        self.updates = state["updates"]
+        torch.set_rng_state(state["rng"])
+        torch.cuda.set_rng_state_all(state["cuda_rng"])
+
+
+def train(args, on_start=lambda run: None):
+    """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
+    with Run(args) as run:
+        check_batch(args)
+        envs = make_games(args, run.folder)
+        learner = PPO(args, envs, run.device)
+        run.start(envs, learner)
+        obs, _ = envs.reset()
+        on_start(run)
+        while run.unfinished():
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - run.step / args.total_timesteps
+            for t in range(args.num_steps):
+                actions = learner.act(t, obs)
+                obs, rewards, terminated, truncated, infos = envs.step(actions)
+                learner.record(t, rewards, terminated, truncated, infos["is_reset"])
+                run.advance(infos["raw_rewards"], infos["game_ended"])
+            learner.update(learning_rate, obs)
+            run.log(learner.losses())
+
+
 class Policy(nn.Module):
-    """What `--evaluate` plays and policy.pt2 holds: the greedy policy, (batch, 4, 84, 84), bytes, to (batch,)."""
+    """What policy.pt2 holds, the most probable actions: uint8 observations, (batch, 4, 84, 84), to (batch,)."""
 
     def __init__(self, agent):
         super().__init__()
@@ -196,94 +342,9 @@ class Policy(nn.Module):
         return logits.argmax(-1)
 
 
-def make_policy(envs, state):
-    """The deterministic policy of a learner's `state_dict`, on the CPU."""
-    agent = AtariAgent(int(envs.single_action_space.n))
-    agent.load_state_dict(state["networks"]["agent"])
-    return Policy(agent).eval()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# The learner
+# What the algorithm stands on: masked statistics, games
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def make_pool(args, num_envs, seed, **settings):
-    """envpool's games --env-id, stepped in threads; `settings` are envpool's."""
-    try:
-        import envpool
-        from envpool.registration import registry
-    except ImportError as error:
-        refuse("env_id", args.env_id, f"pip install envpool, which has the games ({error})")
-    games = [game for game, (module, *_) in registry.specs.items() if module == "envpool.atari"]
-    if args.env_id not in games:
-        nearest = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
-        refuse("env_id", args.env_id, f"name a game that envpool has, such as {', '.join(nearest)}")
-    seed %= 2**31  # envpool's limit
-    return envpool.make(args.env_id, env_type="gymnasium", num_envs=num_envs, seed=seed, **settings)
-
-
-class AtariEnvs(gym.vector.VectorEnv):
-    """Atari games in envpool. Observations are the newest four frames, (num_envs, 4, 84, 84), in bytes.
-
-    An episode is a life, with rewards of -1, 0 or 1, or with `whole_games` a game with the game's rewards. It starts in
-    the step after the end of the one before: that step ignores its action, so nothing can be learnt from it.
-    """
-
-    def __init__(self, args, num_envs, seed, video_dir=None, whole_games=False):
-        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_fps": 15}
-        self.num_envs = num_envs
-        settings = {"episodic_life": not whole_games, "reward_clip": not whole_games}
-        self.render_mode = "rgb_array" if video_dir else None
-        self.pool = make_pool(args, num_envs, seed, render_mode=self.render_mode, **settings)
-        self.single_observation_space = self.pool.observation_space
-        self.single_action_space = self.pool.action_space
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.ended = np.zeros(num_envs, bool)
-
-    def reset(self, *, seed=None, options=None):
-        """First observations and no infos; the seed was given when this was made."""
-        obs, _ = self.pool.reset()
-        return obs, {}
-
-    def send(self, actions):
-        """Begin a step, which envpool's threads make."""
-        self.pool.send(actions.astype(np.int32))
-
-    def step(self, actions):
-        """As any vector environment, for actions (num_envs,), or None in a step that `send` has begun.
-
-        Infos, each (num_envs,), are raw_rewards: the game's; game_ended: by a game over or its time limit; is_reset:
-        the step has ignored the action and has started an episode.
-        """
-        if actions is not None:
-            self.send(actions)
-        obs, rewards, terminated, truncated, infos = self.pool.recv()
-        game_over = infos["terminated"].astype(bool)
-        game_ended = game_over | truncated
-        terminated = terminated | game_over  # a game over in the last step that is allowed is called truncated
-        truncated = truncated & ~terminated
-        is_reset = self.ended
-        self.ended = terminated | truncated
-        infos = {"raw_rewards": infos["reward"], "game_ended": game_ended, "is_reset": is_reset}
-        return obs, rewards, terminated, truncated, infos
-
-    def render(self):
-        """A frame of each game in colour, as it is on the screen."""
-        return list(self.pool.render(env_ids=np.arange(self.num_envs)))
-
-
-def make_games(args, num_envs, seed, video_dir=None, **settings):
-    """AtariEnvs; `video_dir` receives mp4s of episodes of the first one."""
-    envs = AtariEnvs(args, num_envs, seed, video_dir, **settings)
-    if not video_dir:
-        return envs
-    try:
-        return gym.wrappers.vector.RecordVideo(envs, str(video_dir), record_first_only=True)
-    except OSError as error:
-        refuse("run_dir", args.run_dir, f"name a folder that can be written ({error.strerror})")
-    except gym.error.Error as error:
-        refuse("capture_video", args.capture_video, f"install what is missing: {error}")
 
 
 def masked_mean(values, valid):
@@ -297,271 +358,116 @@ def masked_variance(values, valid):
     return (squares * valid).sum() / (valid.sum() - 1).clamp(min=1)
 
 
-class PPO:
-    """The learner: network, optimiser and the storage of one iteration."""
+class AtariEnvs(gym.vector.VectorEnv):
+    """Atari games. Observations are the last four frames, (num_envs, 4, 84, 84), uint8.
 
-    def __init__(self, args, envs, device):
-        self.args = args
-        self.device = device
-        self.compile = False
-        self.cudagraphs = False
-        with device:
-            self.agent = AtariAgent(int(envs.single_action_space.n))
-        if args.init_entropy == "max":
-            nn.init.zeros_(self.agent.actor.weight)
-        self.optimizers = {"agent": torch.optim.Adam(self.agent.parameters(), lr=args.learning_rate, eps=1e-5)}
-        steps = (args.num_steps, envs.num_envs)
-        names = ("actions", "log_prob", "values", "rewards", "terminated", "ended", "valid")
-        self.storage = {name: torch.zeros(steps, device=device) for name in names}
-        obs_shape = envs.single_observation_space.shape
-        self.storage["obs"] = torch.zeros(*steps, *obs_shape, dtype=torch.uint8, device=device)
-        self.updates = 0
-        self.last_losses = {}
+    An episode is a life, with rewards of -1, 0 or 1. It starts in the step after the end of the one before: that step
+    ignores its action, so nothing can be learned from it.
+    """
 
-    def store(self, t, **columns):
-        """Write one row per environment, each column numpy or torch and (num_envs, ...), as step `t`."""
-        for name, column in columns.items():
-            self.storage[name][t] = torch.as_tensor(column, device=self.device)
+    def __init__(self, args, seed):
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_fps": 15}
+        self.render_mode = "rgb_array"
+        self.num_envs = args.num_envs
+        self.pool = make_pool(args, seed)
+        self.single_observation_space = self.pool.observation_space
+        self.single_action_space = self.pool.action_space
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.ended = np.zeros(self.num_envs, bool)
 
-    @torch.no_grad()
-    def act(self, t, obs):
-        """Sample actions for `obs`, (num_envs, 4, 84, 84), in step `t`: (num_envs,); both numpy."""
-        obs = torch.as_tensor(obs, device=self.device)
-        logits, values = self.agent(obs)
-        policy = Categorical(logits=logits, validate_args=False)
-        actions = policy.sample()
-        self.store(t, obs=obs, actions=actions, log_prob=policy.log_prob(actions), values=values)
-        return actions.cpu().numpy()
+    def reset(self, *, seed=None, options=None):
+        """The first observations and no infos; envpool takes its seed in `__init__`."""
+        obs, _ = self.pool.reset()
+        return obs, {}
 
-    def record(self, t, rewards, terminated, truncated, is_reset):
-        """Store what step `t` led to, all (num_envs,), as `AtariEnvs.step` returns it."""
-        self.store(t, rewards=rewards, terminated=terminated, ended=terminated | truncated, valid=~is_reset)
+    def step(self, actions):
+        """Like any vector environment. Infos, (num_envs,) each, are:
 
-    @torch.no_grad()
-    def advantages(self, last_obs):
-        """Generalised advantage estimation (arXiv:1506.02438, equation 16), (num_steps, num_envs).
-
-        Step t leads to the observation of step t + 1, also at an episode's end: only that step starts the next episode.
-        `last_obs`, numpy, (num_envs, 4, 84, 84), are those to which the last step led.
+        `raw_rewards`, those of the game; `game_ended`, where a game is over or at its time limit; `is_reset`, where the
+        step ignored its action and started an episode.
         """
-        steps = self.storage
-        _, last_values = self.agent(torch.as_tensor(last_obs, device=self.device))
-        next_values = torch.cat((steps["values"][1:], last_values[None])) * (1 - steps["terminated"])
-        targets = steps["rewards"] + self.args.gamma * next_values
-        errors = targets - steps["values"]
-        decay = self.args.gamma * self.args.gae_lambda * (1 - steps["ended"])
-        advantages = torch.zeros_like(errors)
-        following = 0
-        for t in reversed(range(self.args.num_steps)):
-            following = errors[t] + decay[t] * following
-            advantages[t] = following
-        return advantages
+        obs, rewards, terminated, truncated, infos = self.pool.step(actions.astype(np.int32))
+        game_over = infos["terminated"].astype(bool)
+        game_ended = game_over | truncated
+        terminated = terminated | game_over  # envpool calls a game over in the last step before the limit truncated
+        truncated = truncated & ~terminated
+        is_reset = self.ended
+        self.ended = terminated | truncated
+        infos = {"raw_rewards": infos["reward"], "game_ended": game_ended, "is_reset": is_reset}
+        return obs, rewards, terminated, truncated, infos
 
-    def loss(self, rows):
-        """Policy loss (equation 7), value loss, entropy, and the log of the probability ratio, (batch,), of `rows`.
-
-        These are columns by name, (batch, ...): obs, actions, log_prob, values, advantages, returns, valid.
-        """
-        clip = self.args.clip_coef
-        valid = rows["valid"]
-        logits, values = self.agent(rows["obs"])
-        policy = Categorical(logits=logits, validate_args=False)
-        log_ratio = policy.log_prob(rows["actions"]) - rows["log_prob"]
-        ratio = log_ratio.exp()
-        advantages = rows["advantages"]
-        if self.args.norm_adv:
-            deviation = masked_variance(advantages, valid).sqrt()
-            advantages = (advantages - masked_mean(advantages, valid)) / (deviation + 1e-8)
-        gains = torch.min(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip))
-        errors = (values - rows["returns"]).square()
-        if self.args.clip_vloss:
-            clipped = rows["values"] + (values - rows["values"]).clamp(-clip, clip)
-            errors = torch.max(errors, (clipped - rows["returns"]).square())
-        policy_loss = -masked_mean(gains, valid)
-        value_loss = 0.5 * masked_mean(errors, valid)
-        entropy = masked_mean(policy.entropy(), valid)
-        return policy_loss, value_loss, entropy, log_ratio
-
-    def update_minibatch(self, rows):
-        """One step of Adam on the loss of `rows`; returns losses and statistics from before it, by name."""
-        policy_loss, value_loss, entropy, log_ratio = self.loss(rows)
-        loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
-        self.optimizers["agent"].zero_grad()
-        loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm)
-        self.optimizers["agent"].step()
-        log_ratio = log_ratio.detach()
-        ratio = log_ratio.exp()
-        return {
-            "policy_loss": policy_loss.detach(),
-            "value_loss": value_loss.detach(),
-            "entropy": entropy.detach(),
-            "approx_kl": masked_mean(ratio - 1 - log_ratio, rows["valid"]),
-            "clipfrac": masked_mean(((ratio - 1).abs() > self.args.clip_coef).float(), rows["valid"]),
-            "grad_norm": grad_norm,
-        }
-
-    def learn_epoch(self, batch):
-        """All of `batch` once, in minibatches drawn without replacement; returns the means of what these return."""
-        size = len(batch["valid"])
-        order = torch.randperm(size, device=self.device)
-        losses = []
-        for rows in order.split(size // self.args.num_minibatches):
-            losses.append(self.update_minibatch({name: column[rows] for name, column in batch.items()}))
-        return {name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]}
-
-    def update(self, learning_rate, last_obs):
-        """All epochs over the stored iteration; `last_obs` are those to which its last step led."""
-        self.optimizers["agent"].param_groups[0]["lr"] = learning_rate
-        advantages = self.advantages(last_obs)
-        batch = {name: self.storage[name] for name in ("obs", "actions", "log_prob", "values", "valid")}
-        batch |= {"advantages": advantages, "returns": advantages + self.storage["values"]}
-        batch = {name: column.flatten(0, 1) for name, column in batch.items()}
-        for _ in range(self.args.update_epochs):
-            self.last_losses = self.learn_epoch(batch)
-            if self.args.target_kl is not None and self.last_losses["approx_kl"] > self.args.target_kl:
-                break
-        errors = masked_variance(batch["advantages"], batch["valid"])  # of returns less values
-        self.last_losses["explained_variance"] = 1 - errors / masked_variance(batch["returns"], batch["valid"])
-        self.updates += 1
-
-    def losses(self):
-        """Losses and statistics of the last update's last epoch, by name."""
-        return {name: value.item() for name, value in self.last_losses.items()}
-
-    def networks(self):
-        """The networks by name."""
-        return {"agent": self.agent}
-
-    def state_dict(self):
-        """All that `load_state_dict` needs to continue bit by bit, random numbers included."""
-        return {
-            "networks": {name: network.state_dict() for name, network in self.networks().items()},
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
-            "updates": self.updates,
-        } | rng_state(self.device)
-
-    def load_state_dict(self, state):
-        """Become the learner that `state` was taken from."""
-        for name, network in self.networks().items():
-            network.load_state_dict(state["networks"][name])
-        for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(state["optimizers"][name])  # with its learning rate, which every update sets
-        self.updates = state["updates"]
-        set_rng_state(state, self.device)
+    def render(self):
+        """The screen of each game, in color."""
+        return list(self.pool.render(env_ids=np.arange(self.num_envs)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training and evaluation
-# ---------------------------------------------------------------------------------------------------------------------
+def make_pool(args, seed):
+    """`num_envs` games in envpool, which steps them in threads."""
+    try:
+        import envpool
+        from envpool.registration import registry
+    except ImportError as error:
+        refuse("env_id", args.env_id, f"pip install envpool, which has the games ({one_line(error)})")
+    games = [game for game, (module, *_) in registry.specs.items() if module == "envpool.atari"]
+    if args.env_id not in games:
+        nearest = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
+        refuse("env_id", args.env_id, f"name a game that envpool has, such as {', '.join(nearest)}")
+    require_memory(args, "num_envs", bytes_each=1_300_000)
+    return envpool.make(
+        args.env_id,
+        env_type="gymnasium",
+        num_envs=args.num_envs,
+        seed=seed % 2**31,  # envpool's limit
+        episodic_life=True,
+        reward_clip=True,
+        render_mode="rgb_array" if args.capture_video else None,
+    )
 
 
-def check_minibatches(args):
-    """Refuse minibatches of unequal size, and advantages normalised over a single one."""
+def make_games(args, folder):
+    """`num_envs` games that step together; videos of the first one go to `folder`."""
+    seed = args.seed
+    if args.resume is not None:
+        seed += load_checkpoint(args).get("global_step", 0)
+    envs = AtariEnvs(args, seed)
+    if args.capture_video:
+        try:
+            return gym.wrappers.vector.RecordVideo(envs, str(folder / "videos"), record_first_only=True)
+        except Exception as error:
+            refuse("capture_video", True, f"games cannot be recorded here: {one_line(error)}")
+    return envs
+
+
+def check_batch(args):
+    """Refuse sizes that do not fit together."""
     batch = args.num_envs * args.num_steps
     if batch % args.num_minibatches or (args.norm_adv and batch == args.num_minibatches):
         refuse("num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch}, below it")
-
-
-def train(args, on_log=lambda learner, losses, step: None, on_start=lambda run: None):
-    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C.
-
-    For tools: `on_start(run)` is called once, `on_log(learner, losses, step)` before each log.
-    """
-    device = prepare(args)
-    check_minibatches(args)
-    checkpoint = load_resumed(args)
-    step = checkpoint["global_step"]
-    folder = run_folder(args)
-    envs = make_games(args, args.num_envs, args.seed + step, folder / "videos" if args.capture_video else None)
-    obs, _ = envs.reset()
-    learner = PPO(args, envs, device)
-    restore(args, learner, checkpoint)
-    with Run(args, learner, envs, folder, checkpoint) as run:
-        on_start(run)
-        while step < args.total_timesteps and not run.stop:
-            learning_rate = args.learning_rate
-            if args.anneal_lr:
-                learning_rate *= 1 - step / args.total_timesteps
-            for t in range(args.num_steps):
-                next_obs, rewards, terminated, truncated, infos = envs.step(learner.act(t, obs))
-                learner.record(t, rewards, terminated, truncated, infos["is_reset"])
-                obs = next_obs
-                step += args.num_envs
-                stage = "training" if learner.updates else "warming up"
-                run.advance(step, infos["raw_rewards"], infos["game_ended"], stage)
-                if run.stop:
-                    break
-            else:  # the rollout is complete
-                learner.update(learning_rate, obs)
-                losses = learner.losses()
-                on_log(learner, losses, step)
-                run.log(losses)
-                if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs * args.num_steps:
-                    run.save()
-
-
-def evaluation_envs(args, video_dir=None):
-    """One game to play to its end, for its own rewards; `video_dir` receives mp4s."""
-    return make_games(args, 1, args.seed, video_dir, whole_games=True)
-
-
-def evaluate(args):
-    """Print mean and standard deviation of the return of a checkpoint's deterministic policy over whole episodes."""
-    check_args(args)
-    checkpoint = load_checkpoint("evaluate", args)
-    require_structure("evaluate", args, checkpoint)
-    envs = evaluation_envs(args, run_folder(args) / "videos" if args.capture_video else None)
-    policy = load_fitting("evaluate", args, make_policy, envs, checkpoint["learner"])
-    obs, _ = envs.reset(seed=args.seed)
-    returns = []
-    total = 0.0
-    while len(returns) < args.eval_episodes:
-        with torch.no_grad():
-            actions = policy(policy_input(obs)).numpy()
-        obs, rewards, terminated, truncated, _ = envs.step(actions)
-        total += rewards[0]
-        if terminated[0] or truncated[0]:
-            returns.append(total)
-            total = 0.0
-    envs.close()
-    print(f"{len(returns)} episodes: mean return {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}")
+    if batch > args.total_timesteps:
+        note(f"one iteration takes {batch} steps, more than --total-timesteps {args.total_timesteps}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The shell: command line, environments, checkpoints, the run's folder. From here on every script has the same text,
-# also where one has no use for a part of it.
+# The run: command line, folder, logs, checkpoints. Nothing here knows the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def main():
-    """Do what the command line says; with --resume, --evaluate or --export, a checkpoint's flags are the defaults."""
-    args = parse_args(Args())
-    given = [name for name in ("resume", "evaluate", "export") if getattr(args, name)]
-    if len(given) > 1:
-        refuse(given[0], getattr(args, given[0]), f"leave out --{given[1]}")
-    for name in given:
-        saved = load_checkpoint(name, args)["args"]
-        known = {flag: value for flag, value in saved.items() if flag in vars(args)}
-        not_saved = {"resume": None, "evaluate": None, "export": None, "capture_video": False}
-        args = parse_args(Args(**known | not_saved))
-    if args.evaluate:
-        evaluate(args)
-    elif args.export:
-        export_checkpoint(args)
-    else:
-        train(args)
+def parse_args():
+    """The command line; with --resume, the checkpoint's flags are the defaults."""
+    args = tyro.cli(Args, description=__doc__)
+    if args.resume is None:
+        return args
+    saved = load_checkpoint(args)["args"]
+    defaults = {name: value for name, value in saved.items() if name in vars(args)}
+    if len(defaults) < len(saved):
+        note(f"ignoring flags of the checkpoint that this script lacks: {', '.join(saved.keys() - defaults.keys())}")
+    return tyro.cli(Args, default=Args(**defaults), description=__doc__)
 
 
-def parse_args(default):
-    """Args from the command line, by `default` where it is silent; -h lists the flags under the classes of Args."""
-    groups = []
-    for group in reversed(Args.__bases__):
-        values = group(**{flag.name: getattr(default, flag.name) for flag in fields(group)})
-        title = group.__name__.removesuffix("Args").lower()
-        groups.append((title, group, field(default_factory=partial(replace, values))))
-    flags = tyro.cli(make_dataclass("Flags", groups), description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
-    return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
+def note(text):
+    """Tell the user, if anybody reads stderr."""
+    with suppress(OSError):
+        print(f"note: {text}", file=sys.stderr)
 
 
 def refuse(name, value, remedy):
@@ -570,413 +476,270 @@ def refuse(name, value, remedy):
     raise SystemExit(2)
 
 
-def check_args(args):
-    """Refuse numbers outside of LIMITS."""
-    for name, (low, high) in LIMITS.items():
-        value = getattr(args, name)
-        if value is not None and not low <= value <= high:
-            refuse(name, value, f"give a number from {low} to {high:g}")
-    if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
-        refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
-    for name in ("compile_mode", "critic_compile_mode"):
-        check_compile_mode(args, name, getattr(args, name, None) or "default")
+def one_line(error):
+    """What an error says, in one line."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 400)
 
 
-GRAPH_MODES = ("reduce-overhead", "max-autotune")  # they make CUDA graphs of their own
-
-
-def check_compile_mode(args, name, mode):
-    """Refuse a mode without --compile, and one with CUDA graphs of its own inside of --cudagraphs."""
-    if mode != "default" and not args.compile:
-        refuse(name, mode, f"give --compile too, or --{name.replace('_', '-')} default")
-    if mode in GRAPH_MODES and args.cudagraphs:
-        refuse(name, mode, "it makes CUDA graphs of its own; leave out --cudagraphs, or give another mode")
+def require_memory(args, name, bytes_each):
+    """Refuse a number of things, argument `name`, that does not fit into memory."""
+    if not hasattr(os, "sysconf"):  # on Windows
+        return
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
+    if getattr(args, name) * bytes_each > room:
+        refuse(name, getattr(args, name), f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
 
 
 def prepare(args):
-    """Check the arguments of a run, seed numpy and torch, and return the device to compute on."""
-    check_args(args)
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    if getattr(args, "cudagraphs", False) and device.type != "cuda":
-        print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
-    for name in ("compile_mode", "critic_compile_mode"):
-        mode = getattr(args, name, None)
-        if mode in GRAPH_MODES and device.type != "cuda":
-            flag = f"--{name.replace('_', '-')} {mode}"
-            print(f"warning: CUDA graphs of {flag} need a CUDA device; running without", file=sys.stderr)
-    compiler = os.environ.get("CXX", "g++") if device.type == "cpu" else os.environ.get("CC", "gcc")
-    if getattr(args, "compile", False) and not shutil.which(compiler):
-        refuse("compile", args.compile, f"install {compiler}, which torch.compile calls, or give --no-compile")
-    if args.track:
-        require_wandb(args)
-    logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
+    """Check the arguments, seed NumPy and torch, and return the device."""
+    for name, value in vars(args).items():
+        low = 1 if name in AT_LEAST_ONE else 1e-12 if name in POSITIVE else 0
+        high = 1 if name in AT_MOST_ONE else 1e12
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            refuse(name, value, f"give a number from {low} to {high}")
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
     np.random.seed(args.seed)
-    return device
+    torch.manual_seed(args.seed)
+    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
-def require_wandb(args):
-    """Refuse --track where wandb is missing or would ask for a login in the middle of a run."""
+def load_checkpoint(args):
+    """What `Run.save` wrote to the folder or file in --resume, on the CPU."""
+    path = Path(args.resume)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
     try:
-        import wandb
-    except ImportError:
-        refuse("track", args.track, "pip install wandb, or give --no-track")
-    offline = os.environ.get("WANDB_MODE", "online") != "online"
-    if not offline and not wandb.login(prompt=False, timeout=10):
-        refuse("track", args.track, "run `wandb login` first, or set WANDB_MODE=offline")
-
-
-def require_memory(args, device, envs):
-    """Refuse a replay buffer that does not fit the device, or whose copy in a checkpoint would not fit the host."""
-    spaces = (envs.single_observation_space, envs.single_observation_space, envs.single_action_space)
-    row_bytes = 4 * (sum(math.prod(space.shape) for space in spaces) + 2)
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    room = host // 2  # for the buffer and its copy
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        room = min(free, host)
-    if args.buffer_size * row_bytes > room:
-        remedy = f"give at most {room // row_bytes}: a transition takes {row_bytes} bytes of {room / 1e9:.0f} GB"
-        refuse("buffer_size", args.buffer_size, remedy)
-
-
-def make_envs(args, num_envs, video_dir=None):
-    """Make `num_envs` copies of the environment that step together; `video_dir` receives mp4s of the first one."""
-
-    def make_env(video):
-        env = gym.make(args.env_id, **{"render_mode": "rgb_array"} if video else {})
-        if not isinstance(env.observation_space, gym.spaces.Box) and can_be_a_vector(env.observation_space):
-            env = gym.wrappers.FlattenObservation(env)
-        return gym.wrappers.RecordVideo(env, str(video_dir), disable_logger=True) if video else env
-
-    try:
-        thunks = [partial(make_env, video_dir is not None and i == 0) for i in range(num_envs)]
-        envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)  # true last obs in infos["final_obs"]
-    except OSError as error:
-        refuse("run_dir", args.run_dir, f"name a folder that can be written ({error.strerror})")
-    except (gym.error.Error, ImportError) as error:
-        name = "capture_video" if video_dir is not None and args.env_id in gym.registry else "env_id"
-        refuse(name, getattr(args, name), f"correct the name or install what is missing: {error}".splitlines()[0])
-    original = envs.envs[0].unwrapped.observation_space
-    if not isinstance(original, gym.spaces.Box) and isinstance(envs.single_observation_space, gym.spaces.Box):
-        width = envs.single_observation_space.shape[0]
-        print(f"note: observations are flattened to vectors of {width} numbers from {original}", file=sys.stderr)
-    return envs
-
-
-def can_be_a_vector(space):
-    """Whether a space of observations can be flattened without taking an image or a matrix apart."""
-    if isinstance(space, gym.spaces.Dict):
-        return all(can_be_a_vector(part) for part in space.values())
-    if isinstance(space, gym.spaces.Tuple):
-        return all(can_be_a_vector(part) for part in space)
-    if isinstance(space, gym.spaces.Box):
-        return len(space.shape) <= 1
-    return isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary))
-
-
-def require_spaces(args, envs, action_kind):
-    """Refuse environments without vector observations, or whose actions are not `action_kind`, Box or Discrete."""
-    observations, actions = envs.single_observation_space, envs.single_action_space
-    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
-        refuse("env_id", args.env_id, f"choose an environment whose observations are vectors, not {observations}")
-    if not isinstance(actions, action_kind):
-        refuse("env_id", args.env_id, f"choose an environment with {action_kind.__name__} actions, not {actions}")
-    if isinstance(actions, gym.spaces.Discrete) and actions.start != 0:
-        refuse("env_id", args.env_id, f"choose an environment whose actions count from 0, not {actions}")
-    if isinstance(actions, gym.spaces.Box) and not (len(actions.shape) == 1 and actions.is_bounded()):
-        refuse("env_id", args.env_id, f"choose an environment whose actions are bounded vectors, not {actions}")
-
-
-def checkpoint_path(path):
-    """The checkpoint in a run's folder, or the file itself."""
-    return Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
-
-
-def load_checkpoint(name, args):
-    """Read what `Run.save` wrote, onto the CPU, from the file or folder in argument `name`; refuse another script's."""
-    given = getattr(args, name)
-    try:
-        checkpoint = torch.load(checkpoint_path(given), map_location="cpu", weights_only=True, mmap=True)
-        script = checkpoint["script"]
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        refuse(name, given, f"give the intact checkpoint.pt of a run ({type(error).__name__} on reading this)")
-    if script != SCRIPT:
-        refuse(name, given, f"it is from {script}.py; use it with that")
-    return checkpoint
+        refuse("resume", args.resume, f"give the folder of a run with an intact checkpoint.pt ({one_line(error)})")
 
 
-def require_structure(name, args, checkpoint):
-    """Refuse flags that differ from those of the checkpoint in argument `name` where it could not be used."""
-    for flag in STRUCTURAL:
-        value, saved = getattr(args, flag), checkpoint["args"][flag]
-        if value != saved:
-            refuse(flag, value, f"the checkpoint in --{name} has {saved}, which cannot be changed; leave this out")
-
-
-def load_resumed(args):
-    """The checkpoint in --resume, or what stands for one in a new run."""
-    if not args.resume:
-        return {"global_step": 0, "episodes": 0, "returns": [], "learner": None}
-    checkpoint = load_checkpoint("resume", args)
-    require_structure("resume", args, checkpoint)
-    step = checkpoint["global_step"]
-    if step >= args.total_timesteps:
-        refuse("total_timesteps", args.total_timesteps, f"the checkpoint is at step {step}; give more than that")
-    return checkpoint
-
-
-def restore(args, learner, checkpoint):
-    """Give the learner the state in the checkpoint of --resume, if there is one."""
-    if checkpoint["learner"]:
-        load_fitting("resume", args, learner.load_state_dict, checkpoint.pop("learner"))
-
-
-def load_fitting(name, args, load, *inputs):
-    """`load(*inputs)`, with one line where the checkpoint in argument `name` has other networks than this script."""
+def replace_file(path, write):
+    """Replace the file at `path` by what `write(file)` writes, once it is whole: a crash leaves the old or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        return load(*inputs)
-    except (KeyError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        refuse(name, getattr(args, name), f"it does not fit the networks of this script: {reason}")
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"could not write {path}: is the disk full?") from error
 
 
-def rng_state(device):
-    """The states of torch's random number generators."""
-    cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng}
-
-
-def set_rng_state(state, device):
-    """Put torch's random number generators into states that `rng_state` returned."""
-    torch.set_rng_state(state["rng"])
-    if device.type == "cuda" and state["cuda_rng"] is not None:
-        torch.cuda.set_rng_state(state["cuda_rng"], device)
-
-
-def policy_input(obs):
-    """Observations, numpy, (batch, ...), as policies take them: images in bytes, vectors in float32."""
-    return torch.as_tensor(obs, dtype=torch.uint8 if obs.ndim > 2 else torch.float32)
-
-
-def example_input(envs):
-    """Two observations, all zeros, as policies take them."""
-    return policy_input(np.zeros((2, *envs.single_observation_space.shape)))
-
-
-def export_policy(policy, envs, path):
-    """Write a policy as a torch.export program, (batch, ...) to actions in the environment's units."""
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(policy, (example_input(envs),), dynamic_shapes=({0: batch},))
-    torch.export.save(program, path)
-
-
-def export_checkpoint(args):
-    """Write policy.pt2 beside the checkpoint in --export."""
-    checkpoint = load_checkpoint("export", args)
-    require_structure("export", args, checkpoint)
-    envs = evaluation_envs(args)
-    path = checkpoint_path(args.export).with_name("policy.pt2")
-    policy = load_fitting("export", args, make_policy, envs, checkpoint["learner"])
-    export_policy(policy, envs, path)
-    envs.close()
-    print(path)
-
-
-def run_folder(args):
-    """The name of a new run's folder, which does not exist yet."""
-    return Path(args.run_dir) / f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns()}".replace("/", "_")
-
-
-class NotFinite(FloatingPointError):
-    """A loss is infinite or NaN, or a network holds a NaN."""
+def has_nan(state):
+    """Whether any tensor in nested dictionaries holds a NaN."""
+    tensors = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    return any(tensor.isnan().any() for tensor in tensors)
 
 
 class Run:
-    """A run from outside: folder (config, events, checkpoint, policy, summary), episodes, progress bar, clock, Ctrl-C.
+    """A run's folder, logs, checkpoints and end: the context of a training loop.
 
-    Used as a context. At its end all is closed; checkpoint, policy and summary are written unless an error was the end.
+    Ctrl-C and SIGTERM end the loop before its next step. However it ends, checkpoint, policy and summary are written.
+    A run that ends before `start` leaves nothing behind.
     """
 
-    def __init__(self, args, learner, envs, folder, checkpoint):
+    def __init__(self, args):
         self.args = args
-        self.learner = learner
-        self.envs = envs
-        self.folder = folder
-        self.step = self.first_step = checkpoint["global_step"]
-        self.episodes = checkpoint["episodes"]
-        self.last_returns = checkpoint["returns"]  # of the last 20 episodes
-        self.facts = {}  # what tools add to the progress bar and to the summary
-        self.returns = np.zeros(args.num_envs)  # so far, of the episodes under way
-        self.begins = [self.first_step] * args.num_envs
-        self.stop = False
-        self.stage = None
-        self.start = time.perf_counter()
-        self.warm_step = None
-        self.steady = None  # step and time at which the speed measurement begins
-        with torch.random.fork_rng(devices=[]), torch.no_grad():  # an edit that the policy lacks fails now
-            make_policy(envs, learner.state_dict())(example_input(envs))
+        self.device = prepare(args)
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+        self.folder = Path(args.run_dir) / name.replace("/", "_")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True)
         except OSError as error:
-            refuse("run_dir", args.run_dir, f"name a folder that can be written ({error.strerror})")
-        packages = [p for p in ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy") if p in sys.modules]
-        self.versions = {"python": sys.version.split()[0]} | {p: sys.modules[p].__version__ for p in packages}
-        on_cuda = learner.device.type == "cuda"
-        self.device_name = torch.cuda.get_device_name(learner.device) if on_cuda else "cpu"
-        self.write_config()
-        if args.track:
-            self.track()
-        self.writer = SummaryWriter(folder)
-        self.bar = tqdm(total=args.total_timesteps, initial=self.first_step, unit="step", dynamic_ncols=True)
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({one_line(error)})")
+        self.step = 0
+        self.episodes = 0
+        self.last_returns = []  # of the last 20 episodes
+        self.steady = None  # step and time when warm-up ended
+        self.signal = None
+        self.bar = None
 
-    def write_config(self):
-        """Write config.json: every argument, versions, machine, commit."""
-        command, here = "git rev-parse HEAD", Path(__file__).parent
-        git = subprocess.run(command, shell=True, cwd=here, capture_output=True, text=True)
-        machine = {"device": self.device_name, "cores": os.cpu_count(), "git_commit": git.stdout.strip() or None}
-        config = vars(self.args) | {"versions": self.versions} | machine
-        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+    def start(self, envs, learner):
+        """Restore the learner if the run is resumed, and begin to log."""
+        self.envs = envs
+        self.learner = learner
+        if self.args.resume is not None:
+            self.restore()
+        self.log_step = self.saved_step = self.step
+        self.returns = np.zeros(self.args.num_envs)  # of the episodes under way
+        self.lengths = np.zeros(self.args.num_envs, int)
+        space = envs.single_observation_space
+        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if space.dtype == np.uint8 else torch.float32)
+        with torch.no_grad():
+            learner.policy()(self.example)  # an edit that the policy lacks fails now, not at the end
+        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
+        versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
+        self.config = {"compile": False, "cudagraphs": False} | vars(self.args)
+        self.config |= {
+            "script": Path(__file__).stem,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "cores": os.cpu_count(),
+            "versions": versions | {"python": platform.python_version()},
+        }
+        (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
+        shutil.copy(__file__, self.folder)
+        if self.args.track:
+            self.track()
+        self.writer = SummaryWriter(self.folder)
+        self.bar = tqdm(total=self.args.total_timesteps, initial=self.step, unit="step", dynamic_ncols=True)
+        self.bar.set_description("compiling" if self.config["compile"] else "warming up")
+        self.start_time = self.log_time = time.perf_counter()
+
+    def restore(self):
+        """Continue from the checkpoint in --resume."""
+        checkpoint = load_checkpoint(self.args)
+        try:
+            for name in FIXED:
+                value, saved = getattr(self.args, name), checkpoint["args"][name]
+                if value != saved:
+                    refuse(name, value, f"leave it out: the checkpoint has {saved}")
+            self.learner.load_state_dict(checkpoint["learner"])
+            self.step = checkpoint["global_step"]
+            self.episodes = checkpoint["episodes"]
+            self.last_returns = checkpoint["returns"]
+        except (KeyError, RuntimeError, ValueError) as error:
+            refuse("resume", self.args.resume, f"the checkpoint does not fit this script: {one_line(error)}")
+        if self.step >= self.args.total_timesteps:
+            refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def track(self):
-        """Begin a wandb run that copies the TensorBoard events."""
-        import wandb
-
-        names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.folder.name}
+        """Copy the TensorBoard events to Weights & Biases."""
         try:
-            wandb.init(**names, config=vars(self.args), dir=self.folder, sync_tensorboard=True)
-        except wandb.errors.Error as error:
-            shutil.rmtree(self.folder)
-            refuse("track", self.args.track, f"set WANDB_MODE=offline, or mend this: {error}".splitlines()[0])
+            import wandb
+
+            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity}
+            wandb.init(**names, name=self.folder.name, dir=self.folder, config=self.config, sync_tensorboard=True)
+        except Exception as error:
+            refuse("track", True, f"pip install wandb and `wandb login`, or WANDB_MODE=offline ({one_line(error)})")
 
     def __enter__(self):
-        self.previous_handler = signal.signal(signal.SIGINT, self.on_interrupt)
+        signals = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
+        heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in heard}
         return self
 
-    def on_interrupt(self, signum, frame):
-        self.stop = True  # once the step in flight is done; a second Ctrl-C interrupts at once
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def on_signal(self, number, frame):
+        """End the loop. A second signal interrupts at once, unless it comes with the first, as from a wrapper."""
+        if self.signal is None:
+            self.signal = number
+            self.signal_time = time.perf_counter()
+        elif time.perf_counter() > self.signal_time + 1:
+            raise KeyboardInterrupt
 
-    def __exit__(self, kind, error, traceback):
-        """End the run; SystemExit(130) after Ctrl-C, (1) where numbers were no longer finite. Other errors go on."""
-        compiling = self.learner.compile and (self.stage is None or "compiling" in self.stage)
-        killed_compiler = self.stop and compiling and isinstance(error, Exception)
-        try:
-            if killed_compiler:  # Ctrl-C reaches the C++ compiler too
-                print(f"note: stopped while compiling: {type(error).__name__}", file=sys.stderr)
-                error = None
-            if error is None:
-                self.finish()
-        except NotFinite as not_finite:
-            error = not_finite
-        finally:
-            for closing in (self.envs, self.writer, self.bar):
-                closing.close()
-            signal.signal(signal.SIGINT, self.previous_handler)
-        if isinstance(error, NotFinite):
-            print(f"error: {error}", file=sys.stderr)
-            self.write_summary(time.perf_counter())
-            raise SystemExit(1)
-        if self.stop and error is None:
-            raise SystemExit(130)
+    def unfinished(self):
+        """Whether to go on; writes a checkpoint first if one is due."""
+        interval = self.args.checkpoint_interval
+        if interval and self.step // interval > self.saved_step // interval:
+            self.save()
+        return self.step < self.args.total_timesteps and self.signal is None
 
-    def advance(self, step, rewards, ended, stage):
-        """Count one vector step: move the bar, log the episodes that ended, and time the stage "training"."""
-        self.step = step
-        self.bar.update(step - self.bar.n)
-        if self.stage != stage:
-            self.stage = stage
-            self.bar.set_description(stage)
+    def advance(self, rewards, ended):
+        """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
+        self.step += self.args.num_envs
         self.returns += rewards
-        for i in ended.nonzero()[0]:  # cheaper than np.flatnonzero
+        self.lengths += 1
+        for i in ended.nonzero()[0]:
             self.end_episode(i)
-        if stage == "training" and self.steady is None:
-            self.warm_step = self.warm_step or step
-            if step >= self.warm_step + self.args.measure_burnin:
-                self.steady = (step, time.perf_counter())
+        if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
+            self.steady = (self.step, time.perf_counter())
+            self.bar.set_description("training", refresh=False)
+        try:
+            self.bar.update(self.args.num_envs)
+        except OSError:  # nobody reads stderr any more
+            self.bar.disable = True
 
     def end_episode(self, i):
-        """Log the episode that has ended in environment `i`."""
+        """Log the episode that is over in environment `i`."""
         self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
-        self.writer.add_scalar("charts/episodic_length", (self.step - self.begins[i]) // self.args.num_envs, self.step)
+        self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
         self.last_returns = [*self.last_returns[-19:], float(self.returns[i])]
+        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
         self.episodes += 1
         self.returns[i] = 0
-        self.begins[i] = self.step
-        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"} | self.facts, refresh=False)
+        self.lengths[i] = 0
 
     def log(self, losses):
-        """Write one row of losses, and the average speed so far; NotFinite if a loss is infinite or NaN."""
+        """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        now = time.perf_counter()
+        self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
+        self.log_step = self.step
+        self.log_time = now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
-        speed = (self.step - self.first_step) / (time.perf_counter() - self.start)
-        self.writer.add_scalar("charts/SPS", speed, self.step)
-        for name, value in losses.items():
-            if name != "explained_variance" and not math.isfinite(value):  # undefined where all returns are equal
-                self.refuse_to_go_on(f"{name} is {value}")
+        infinite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
+        if infinite:
+            self.end_at_nan(f"{infinite[0]} is {losses[infinite[0]]}", self.learner.state_dict())
 
-    def refuse_to_go_on(self, what):
-        """Raise NotFinite that says what is not finite and what is left."""
-        checkpoint = self.folder / "checkpoint.pt"
-        left = f"{checkpoint} is from before" if checkpoint.exists() else "there is no earlier checkpoint"
-        raise NotFinite(f"step {self.step}: {what}; {left}. A lower learning rate may help")
+    def end_at_nan(self, what, state):
+        """End the run with exit code 1 and a line that names the cause."""
+        cause = "a lower learning rate may help"
+        if has_nan([state.get("replay"), state.get("normalizer")]):
+            cause = "the environment returned a NaN"
+        kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
+        raise SystemExit(f"error: step {self.step}: {what}; {cause}; {kept}")
 
     def save(self):
-        """Write checkpoint.pt, which is at every moment either the old one or the new one, whole; returns the state."""
+        """Write checkpoint.pt and policy.pt2; end the run if there is a NaN in what is to be saved."""
         state = self.learner.state_dict()
-        for part, tensors in (state["networks"] | {"normalizer": state.get("normalizer", {})}).items():
-            for name, tensor in tensors.items():
-                if tensor.isnan().any():
-                    self.refuse_to_go_on(f"{part}.{name} holds a NaN")
-        checkpoint = {"script": SCRIPT, "args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
-        temporary = self.folder / "checkpoint.pt.tmp"
-        with open(temporary, "wb") as file:
-            torch.save(checkpoint | {"returns": self.last_returns, "learner": state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.folder / "checkpoint.pt")
-        return state
-
-    def finish(self):
-        """Write checkpoint, policy and summary of a run that has come to its end in order."""
-        if self.learner.device.type == "cuda":
-            torch.cuda.synchronize(self.learner.device)
-        end = time.perf_counter()
-        state = self.save()
-        self.write_summary(end)
+        if has_nan(state):
+            self.end_at_nan("the checkpoint would hold a NaN", state)
+        checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
+        checkpoint |= {"returns": self.last_returns, "learner": state}
+        replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+        self.saved_step = self.step
         try:
-            export_policy(make_policy(self.envs, state), self.envs, self.folder / "policy.pt2")
-        except Exception as error:  # the run is worth more than its export
-            print(f"\nwarning: no policy.pt2, torch.export failed: {error}".split("\n\n")[0], file=sys.stderr)
+            batch = torch.export.Dim("batch")
+            program = torch.export.export(self.learner.policy(), (self.example,), dynamic_shapes=({0: batch},))
+        except Exception as error:  # of an edited policy
+            return note(f"no policy.pt2: {one_line(error)}")
+        replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
-    def write_summary(self, end):
-        """Write summary.json; `end` is when training ended."""
-        steady_step, steady_time = self.steady or (self.step, end)
-        measured = self.step > steady_step
-        summary = {
-            "script": SCRIPT,
-            "env_id": self.args.env_id,
-            "seed": self.args.seed,
-            "num_envs": self.args.num_envs,
-            "device": self.device_name,
-            "compile": self.learner.compile,
-            "cudagraphs": self.learner.cudagraphs,
-            "matmul_precision": self.args.matmul_precision,
+    def __exit__(self, kind, error, traceback):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if self.bar is None:
+            return shutil.rmtree(self.folder, ignore_errors=True)
+        end_time = time.perf_counter()
+        try:
+            if error is None or isinstance(error, Exception):
+                self.save()
+        except BaseException as saving_error:
+            if error is None:
+                raise
+            note(f"no checkpoint: {one_line(saving_error)}")
+        finally:
+            self.write_summary(end_time)
+            self.envs.close()
+            self.writer.close()
+            with suppress(OSError):
+                self.bar.close()
+        if self.signal is not None and not isinstance(error, SystemExit):
+            if error is not None:
+                note(f"after the signal: {one_line(error)}")
+            raise SystemExit(128 + self.signal)
+
+    def write_summary(self, end_time):
+        """Write summary.json: the configuration, and what came of it."""
+        steady_step, steady_time = self.steady or (self.step, end_time)
+        mean_return = float(np.mean(self.last_returns)) if self.last_returns else math.nan
+        results = {
             "global_step": self.step,
-            "episodic_return": float(np.mean(self.last_returns)) if self.last_returns else None,
             "episodes": self.episodes,
-            "steady_sps": (self.step - steady_step) / (end - steady_time) if measured else None,
-            "warmup_seconds": steady_time - self.start if self.steady else None,
-            "wall_seconds": end - self.start,
-            "versions": self.versions,
+            "episodic_return": mean_return if math.isfinite(mean_return) else None,
+            "steady_sps": (self.step - steady_step) / (end_time - steady_time) if self.step > steady_step else None,
+            "warmup_seconds": steady_time - self.start_time if self.steady else None,
+            "wall_seconds": end_time - self.start_time,
         }
-        (self.folder / "summary.json").write_text(json.dumps(summary | self.facts, indent=2))
+        (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    train(parse_args())

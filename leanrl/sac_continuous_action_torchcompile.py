@@ -387,8 +387,8 @@ class SAC:
 
 def train(args, on_start=lambda run: None):
     """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    check_replay(args)
     with Run(args) as run:
+        check_replay(args)
         check_compile(args, run.device)
         envs = make_envs(args, run.folder)
         require_bounded_actions(args, envs)
@@ -998,6 +998,7 @@ class Run:
         steady_step, steady_time = self.steady or (self.step, end_time)
         mean_return = float(np.mean(self.last_returns)) if self.last_returns else math.nan
         results = {
+            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
             "global_step": self.step,
             "episodes": self.episodes,
             "episodic_return": mean_return if math.isfinite(mean_return) else None,

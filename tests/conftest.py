@@ -116,6 +116,19 @@ for name, space in SPACES.items():
     gym.register(f"Pick{name}-v0", entry_point=PushAnything, kwargs=kwargs)
 gym.register("Image-v0", entry_point=PushAnything, kwargs={"space": gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)})
 
+QUICK = {"sac_continuous_action", "ppo_continuous_action_torchcompile", "dqn_torchcompile", "sac_atari_torchcompile"}
+TINY_OFF_POLICY = {"learning_starts": 100, "batch_size": 32, "buffer_size": 1000, "cuda": False}
+TINY_RUNS = {  # arguments with which a run takes a second
+    "sac": TINY_OFF_POLICY | {"env_id": "Pendulum-v1"},
+    "td3": TINY_OFF_POLICY | {"env_id": "Pendulum-v1"},
+    "ppo": {"env_id": "Pendulum-v1", "num_steps": 50, "num_minibatches": 2, "update_epochs": 2, "cuda": False},
+    "dqn": TINY_OFF_POLICY | {"env_id": "CartPole-v1"},
+    "ppo_atari": {"env_id": "Breakout-v5", "num_envs": 1, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1},
+    "dqn_atari": TINY_OFF_POLICY | {"env_id": "Breakout-v5", "batch_size": 8},
+    "sac_atari": TINY_OFF_POLICY | {"env_id": "Breakout-v5", "batch_size": 8},
+}
+TINY_RUNS["ppo_atari"] |= {"cuda": False}
+
 SMALL = {"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64}
 SMALL_LEARNERS = {"sac": SMALL, "td3": SMALL, "dqn": {"batch_size": 32, "buffer_size": 64}}
 SMALL_LEARNERS["ppo_atari"] = {"num_envs": 2, "num_steps": 16, "num_minibatches": 4}
@@ -143,6 +156,18 @@ def make_envs(script, args):
     """The environments that `train` makes."""
     make = script.make_games if algorithm(script) in ATARI else script.make_envs
     return make(args, folder=None)
+
+
+def tiny(script):
+    """Arguments with which a run of `script` takes a second."""
+    return TINY_RUNS[algorithm(script)]
+
+
+def script_params(modules=None):
+    """Parameters of a test that runs scripts, by default all: a few in the quick suite, the others thorough."""
+    thorough = pytest.mark.thorough
+    modules = modules or [*PLAIN.values(), *TURBO.values()]
+    return [pytest.param(m, id=stem(m), marks=[] if stem(m) in QUICK else [thorough]) for m in modules]
 
 
 def make_learner(script, seed=1, device="cpu", **kwargs):

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import sys
 from unittest.mock import patch
 
 import conftest
@@ -22,6 +23,7 @@ from conftest import (
     make_learner,
     saved,
     scalars,
+    train,
 )
 from test_ppo import fix_order, textbook_advantages
 
@@ -39,7 +41,7 @@ MEANING = {  # of a step: terminated and truncated of the five that envpool retu
 
 
 class ScriptedPool:
-    """What envpool's pool is to `AtariEnvs`: games go as `games` says, one string of MEANING's letters for each.
+    """Stands in for envpool's pool in `AtariEnvs`: games go as `games` says, one string of MEANING's letters for each.
 
     They are played over and over. Observations are random bytes. Rewards are the game's number plus 1 in each step that
     the player has, and `reset_rewards` in those that start an episode.
@@ -58,6 +60,10 @@ class ScriptedPool:
 
     def reset(self):
         return self.observe(), {}
+
+    def step(self, actions):
+        self.send(actions)
+        return self.recv()
 
     def send(self, actions):
         assert actions.dtype == np.int32 and all(map(self.action_space.contains, actions))
@@ -89,15 +95,15 @@ def pools(monkeypatch):
 
 
 def script_games(module, monkeypatch, pool=ScriptedPool, **scripted):
-    def make_pool(args, num_envs, seed, **settings):
-        games = itertools.islice(itertools.cycle(GAMES), num_envs)
+    def make_pool(args, seed):
+        games = itertools.islice(itertools.cycle(GAMES), args.num_envs)
         return pool(**{"games": list(games), "seed": seed} | scripted)
 
     monkeypatch.setattr(module, "make_pool", make_pool)
 
 
 def make_envs(script, num_envs=4, seed=0):
-    return script.AtariEnvs(script.Args(), num_envs, seed)
+    return script.AtariEnvs(script.Args(num_envs=num_envs), seed)
 
 
 def roll_out(learners, envs, obs=None):
@@ -108,7 +114,7 @@ def roll_out(learners, envs, obs=None):
         actions = first.act(t, obs)
         for learner in learners[1:]:
             learner.act(t, obs)
-            decided = [first.storage[name][t] for name in TURBO.DECISIONS]
+            decided = [first.rollout[name][t] for name in TURBO.DECISIONS]
             learner.decisions[t] = torch.stack(decided, -1)
         obs, rewards, terminated, truncated, infos = envs.step(actions)
         for learner in learners:
@@ -116,14 +122,19 @@ def roll_out(learners, envs, obs=None):
     return obs
 
 
+def is_plain(learner):
+    return not hasattr(learner, "scalars")
+
+
 def columns_of(learner, last_obs):
-    """The columns of a rollout by name, each (num_steps, num_envs), advantages among them."""
-    if hasattr(learner, "storage"):
-        return learner.storage | {"advantages": learner.advantages(last_obs)}
-    with patch.object(learner, "iterate", learner.make_batch):
-        learner.update(0.0, last_obs)
+    """The columns of a rollout by name, each (num_steps, num_envs, ...), advantages among them."""
     steps = (learner.args.num_steps, learner.args.num_envs)
-    columns = TURBO.split_columns(learner.outcomes.view(*steps, -1), TURBO.OUTCOMES)
+    if is_plain(learner):
+        batch = learner.make_batch(last_obs)
+        return learner.rollout | {name: column.unflatten(0, steps) for name, column in batch.items()}
+    with patch.object(learner, "learn", learner.make_batch):
+        learner.update(0.0, last_obs)
+    columns = TURBO.split_columns(learner.outcomes, TURBO.OUTCOMES)
     return columns | {n: c.view(steps) for n, c in TURBO.split_columns(learner.batch, TURBO.BATCH).items()}
 
 
@@ -131,7 +142,7 @@ def values_of(learner, obs):
     """V of obs, numpy, (batch, 4, 84, 84): (batch,)."""
     obs = torch.from_numpy(obs).to(learner.device)
     with torch.no_grad():
-        _, values = learner.agent(obs) if hasattr(learner, "storage") else learner.agent(learner.weights, obs)
+        _, values = learner.agent(obs)
     return values.cpu().double().numpy()
 
 
@@ -208,9 +219,9 @@ def random_rows(learner, count, valid, seed=0):
     columns = {name: torch.randn(count) for name in TURBO.BATCH}
     columns |= {"actions": torch.randint(4, (count,)).float(), "valid": torch.as_tensor(valid, dtype=torch.float32)}
     columns["log_prob"] = columns["log_prob"] / 10 - 1.4
-    if hasattr(learner, "storage"):
+    if is_plain(learner):
         return (columns | {"obs": obs},)
-    return (learner.weights, obs, columns)
+    return (learner.agent.weights, obs, columns)
 
 
 @pytest.mark.parametrize("norm_adv", [False, True])
@@ -259,7 +270,7 @@ def test_what_is_in_steps_that_start_an_episode_changes_nothing(script, monkeypa
         for t in range(16):
             actions = learner.act(t, obs)
             reset_next = envs.ended
-            actions_of = learner.storage["actions"] if script is PLAIN else learner.decisions[..., 0]
+            actions_of = learner.rollout["actions"] if script is PLAIN else learner.decisions[..., 0]
             actions_of[t][torch.from_numpy(reset_next)] = 0.0 if reset_rewards else 3.0
             obs, rewards, terminated, truncated, infos = envs.step(actions)
             learner.record(t, rewards, terminated, truncated, infos["is_reset"])
@@ -280,6 +291,7 @@ def test_turbo_equals_plain(mode, kwargs, monkeypatch):
     """
     kwargs = {"num_envs": 4, "num_steps": 10, "num_minibatches": 5, "update_epochs": 1} | kwargs
     plain, turbo = make_learner(PLAIN, **kwargs), make_learner(TURBO, **kwargs, **MODES[mode])
+    plain.networks = {"agent": plain.agent}
     copy_networks(plain, turbo)
     fix_order(monkeypatch)
     envs = make_envs(PLAIN)
@@ -289,8 +301,8 @@ def test_turbo_equals_plain(mode, kwargs, monkeypatch):
         for learner in (plain, turbo):
             learner.update(3e-5 * (1 - iteration / 10), obs)
         if iteration == 0:
-            assert_learners_agree(plain, turbo, {"agent": turbo.agent}, tolerance=3e-5)
-    assert_learners_agree(plain, turbo, {"agent": turbo.agent}, tolerance=1e-5, gradient_tolerance=3e-3)
+            assert_learners_agree(plain, turbo, tolerance=3e-5)
+    assert_learners_agree(plain, turbo, tolerance=1e-5, gradient_tolerance=3e-3)
 
 
 def test_turbo_decides_as_plain_does():
@@ -298,8 +310,7 @@ def test_turbo_decides_as_plain_does():
     plain, turbo = make_learner(PLAIN), make_learner(TURBO)
     copy_networks(plain, turbo)
     obs = make_envs(PLAIN, 2).reset()[0]
-    actions = torch.from_numpy(turbo.act(3, obs))
-    turbo.slot.fill_(3)
+    turbo.t.fill_(3)
     actions = torch.from_numpy(turbo.act(3, obs))
     with torch.no_grad():
         logits, values = plain.agent(torch.from_numpy(obs))
@@ -401,9 +412,11 @@ def envpool(monkeypatch):
     monkeypatch.undo()
 
 
-def short_games(script, monkeypatch, steps):
+def short_games(monkeypatch, steps):
     """From now on games end after so many steps."""
-    monkeypatch.setattr(script, "make_pool", functools.partial(script.make_pool, max_episode_steps=steps))
+    import envpool
+
+    monkeypatch.setattr(envpool, "make", functools.partial(envpool.make, max_episode_steps=steps))
 
 
 @pytest.mark.usefixtures("envpool")
@@ -411,8 +424,8 @@ class TestEnvpool:
     """Breakout itself."""
 
     def test_lives_games_and_time_limits(self, script, monkeypatch):
-        short_games(script, monkeypatch, 60)
-        envs = script.AtariEnvs(script.Args(), 4, 1)
+        short_games(monkeypatch, 60)
+        envs = make_envs(script, 4, seed=1)
         obs, _ = envs.reset()
         assert obs.dtype == np.uint8 and obs.shape == (4, *SHAPE)
         generator = np.random.default_rng(0)
@@ -430,7 +443,7 @@ class TestEnvpool:
 
     def test_games_are_seeded(self, script):
         def frames(seed):
-            envs = script.AtariEnvs(script.Args(), 2, seed)
+            envs = make_envs(script, 2, seed)
             envs.reset()
             return np.stack([envs.step(np.full(2, t % 4))[0] for t in range(60)])
 
@@ -443,66 +456,36 @@ class TestEnvpool:
         (line,) = capsys.readouterr().err.splitlines()
         assert error.value.code == 2 and line.startswith(f"error: --env-id {name}: name a game that envpool has, ")
         assert name != "Brakeout-v5" or "Breakout-v5" in line
-        assert not (tmp_path / "runs").exists()
+        assert not any((tmp_path / "runs").iterdir())
 
-    def test_double_buffering_changes_nothing(self):
-        """Two halves play the games that all play at once, and what they store is in the same order."""
-        noise = torch.rand((3, 12, 4, 4), generator=torch.manual_seed(0))  # by rollout, step, game and action
-        learnt_from = []
-        for double_buffer in (False, True):
-            args = TURBO.Args(num_envs=4, num_steps=12, double_buffer=double_buffer)
-            groups = TURBO.make_groups(args, seed=1)
-            assert len(groups) == 1 + double_buffer
-            torch.manual_seed(1)
-            learner = TURBO.PPO(args, groups[0], torch.device("cpu"))
-            clocks = iter(noise.view(-1, learner.group_size, 4))
-            learner.respond = lambda learner=learner, clocks=clocks: learner.decide(next(clocks))
-            obs = [envs.reset()[0] for envs in groups]
-            for _ in range(3):
-                played = list(TURBO.roll_out(learner, groups, obs))
-                rewards, ended = map(np.stack, zip(*played, strict=True))
-                columns = clones(columns_of(learner, np.concatenate(obs)))
-                columns[".obs"] = learner.obs.reshape(13, 4, *SHAPE).clone()
-                learnt_from.append(columns | {".raw": torch.tensor(rewards), ".game_ended": torch.tensor(ended)})
-        for whole, halves in zip(learnt_from[:3], learnt_from[3:], strict=True):
-            for name, wanted in whole.items():
-                torch.testing.assert_close(halves[name], wanted, rtol=1e-4, atol=1e-5, msg=name)
-        assert len(set(learnt_from[0][".actions"].flatten().tolist())) == 4
+    def test_a_resumed_run_plays_other_games(self, script, tmp_path, monkeypatch):
+        sizes = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1, "run_dir": str(tmp_path)}
+        make_pool, seeds = script.make_pool, []
+        monkeypatch.setattr(script, "make_pool", lambda args, seed: seeds.append(seed) or make_pool(args, seed))
+        script.train(script.Args(total_timesteps=32, **sizes))
+        (folder,) = tmp_path.iterdir()
+        script.train(script.Args(total_timesteps=64, resume=str(folder), **sizes))
+        assert seeds == [1, 33]
 
-    def test_halves_of_an_odd_number_of_games_are_refused(self, tmp_path, capsys):
-        with pytest.raises(SystemExit) as error:
-            TURBO.train(TURBO.Args(num_envs=3, num_minibatches=1, double_buffer=True, run_dir=str(tmp_path / "runs")))
-        (line,) = capsys.readouterr().err.splitlines()
-        assert error.value.code == 2 and line.startswith("error: --num-envs 3: give an even number, ")
-        assert not (tmp_path / "runs").exists()
-
-    def test_evaluation_and_export_agree(self, script, tmp_path, capsys, monkeypatch):
-        """Whole games with their own rewards are played, and policy.pt2 acts as the policy of the checkpoint."""
+    def test_the_policy_and_its_export_agree(self, script, tmp_path):
+        """policy.pt2 chooses the actions with the largest logits."""
         sizes = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 64, "run_dir": str(tmp_path)}
-        script.train(script.Args(**sizes))
-        folder = next(tmp_path.iterdir())
-        short_games(script, monkeypatch, 100)
-        envs, made = script.AtariEnvs, []
-        monkeypatch.setattr(script, "AtariEnvs", lambda *args, **kwargs: made.append(envs(*args, **kwargs)) or made[-1])
-        script.evaluate(script.Args(evaluate=str(folder), eval_episodes=1))
-        assert "1 episodes: mean return" in capsys.readouterr().out
-        config = made[0].pool.config
-        assert not config["episodic_life"] and not config["reward_clip"]
-        state = torch.load(folder / "checkpoint.pt", weights_only=True)["learner"]
-        policy = script.make_policy(made[0], state)
+        learners = []
+        script.train(script.Args(**sizes), lambda run: learners.append(run.learner))
+        (folder,) = tmp_path.iterdir()
         exported = torch.export.load(folder / "policy.pt2").module()
         for batch in (1, 7):
             obs = torch.randint(0, 256, (batch, *SHAPE), dtype=torch.uint8)
-            actions = exported(obs)
-            assert actions.shape == (batch,) and torch.equal(actions, policy(obs))
+            with torch.no_grad():
+                logits, _ = learners[0].agent(obs)
+            assert torch.equal(exported(obs), logits.argmax(-1))
+            assert torch.equal(exported(obs), learners[0].policy()(obs))
 
     def check_a_run_of_breakout(self, script, run_dir, **flags):
         """2048 steps, after which games have ended, and the policy has changed but can still be anything."""
-        sizes = {"num_steps": 64, "update_epochs": 1, "total_timesteps": 2048, "measure_burnin": 0}
+        args = script.Args(num_steps=64, update_epochs=1, total_timesteps=2048, run_dir=str(run_dir), **flags)
         logged = []
-        script.train(
-            script.Args(run_dir=str(run_dir), **sizes, **flags), lambda learner, losses, step: logged.append(losses)
-        )
+        train(script, args, on_log=lambda learner, losses, step: logged.append(losses))
         (folder,) = run_dir.iterdir()
         summary = json.loads((folder / "summary.json").read_text())
         assert summary["global_step"] == 2048 and summary["episodes"] > 0 and summary["steady_sps"] > 0
@@ -513,21 +496,29 @@ class TestEnvpool:
     def test_a_run_of_the_plain_script(self, tmp_path):
         self.check_a_run_of_breakout(PLAIN, tmp_path, cuda=False)
 
-    @pytest.mark.parametrize("flags", [{}, {"compile": True, "double_buffer": True}], ids=["eager", "compile"])
-    def test_a_run_on_the_cpu(self, flags, tmp_path):
-        self.check_a_run_of_breakout(TURBO, tmp_path, cuda=False, **flags)
+    @pytest.mark.parametrize("mode", ["eager", "compile"])
+    def test_a_run_on_the_cpu(self, mode, tmp_path):
+        self.check_a_run_of_breakout(TURBO, tmp_path, cuda=False, **MODES[mode])
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("mode", ["cudagraphs", "compile+cudagraphs"])
     def test_a_run_with_graphs(self, mode, tmp_path):
-        self.check_a_run_of_breakout(TURBO, tmp_path, **MODES[mode], double_buffer=True)
+        self.check_a_run_of_breakout(TURBO, tmp_path, **MODES[mode])
 
     def test_videos_show_the_screen(self, script, tmp_path):
         sizes = {"num_envs": 2, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1, "total_timesteps": 100}
-        sizes |= {"double_buffer": True} if script is TURBO else {}
         script.train(script.Args(capture_video=True, run_dir=str(tmp_path), **sizes))
         (folder,) = tmp_path.iterdir()
         assert [video.suffix for video in (folder / "videos").iterdir()][:1] == [".mp4"]
+
+    def test_videos_that_cannot_be_recorded_are_refused(self, script, tmp_path, monkeypatch, capsys):
+        """moviepy is missing."""
+        monkeypatch.setitem(sys.modules, "moviepy", None)
+        with pytest.raises(SystemExit) as error:
+            script.train(script.Args(num_envs=2, capture_video=True, run_dir=str(tmp_path)))
+        (line,) = capsys.readouterr().err.splitlines()
+        assert error.value.code == 2 and line.startswith("error: --capture-video True: ") and "MoviePy" in line
+        assert not list(tmp_path.iterdir())
 
 
 def train_on_cuda(iterations, target_kl=None, **mode):
@@ -591,7 +582,7 @@ def test_a_checkpoint_continues_in_captured_graphs(mode):
     for _ in range(2):
         learner.load_state_dict(state)
         advance_on_cuda(learner, 1)
-        results.append(learner.weights.clone())
+        results.append(learner.agent.weights.clone())
     assert torch.allclose(*results, rtol=1e-4, atol=1e-5)
     bias = conftest.networks(learner)["agent"]["actor.bias"]
     assert not torch.equal(bias.cpu(), state["networks"]["agent"]["actor.bias"])

@@ -128,6 +128,8 @@ def test_nothing_is_unused(script):
 
 def test_what_is_unused_is_noticed():
     source = "import math\nimport os\nA = 1\nB = 2\n\n\ndef f():\n    return A + os.cpu_count()\n\n\n"
-    source += "class C:\n    def __init__(self):\n        self.m()\n\n    def m(self):\n        f()\n\n    def n(self):\n"
+    source += (
+        "class C:\n    def __init__(self):\n        self.m()\n\n    def m(self):\n        f()\n\n    def n(self):\n"
+    )
     source += "        pass\n"
     assert unused(source) == ["math", "B", "C", "n"]

@@ -1,0 +1,292 @@
+"""What goes wrong in a run: signals, crashes, full disks, closed pipes, NaN. Nothing is lost, and one line says why."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import PLAIN, TURBO, Countdown, DiscreteCountdown, learner_class, leaves, script_params, stem, tiny, train
+from copies import ROOT
+from test_cli import flags, refused, run_tiny, start, summary
+
+
+@pytest.fixture(params=script_params())
+def script(request):
+    return request.param
+
+
+@pytest.fixture(params=[PLAIN["sac"], TURBO["dqn"]], ids=stem)
+def either(request):
+    """Two scripts for what the run's part does by itself, whose text is the same in all of them."""
+    return request.param
+
+
+def wait_for(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def checkpoint_step(folder):
+    return torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_every_loop(script, number, tmp_path):
+    """With checkpoint, policy and summary, and the exit code that a shell gives."""
+
+    def interrupt(learner, losses, step):
+        if step >= 150:
+            signal.raise_signal(number)
+            signal.raise_signal(number)  # as from a wrapper that forwards it
+
+    args = script.Args(**tiny(script), total_timesteps=1000, run_dir=str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        train(script, args, on_log=interrupt)
+    assert ended.value.code == 128 + number
+    (folder,) = tmp_path.iterdir()
+    assert 150 <= checkpoint_step(folder) == summary(folder)["global_step"] < 500
+    assert (folder / "policy.pt2").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_process(either, number, tmp_path):
+    process = start(either, total_timesteps=10**6, run_dir=tmp_path, checkpoint_interval=150)
+    wait_for(lambda: list(tmp_path.glob("*/checkpoint.pt")))
+    process.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == 128 + number and "Traceback" not in errors
+    (folder,) = tmp_path.iterdir()
+    assert checkpoint_step(folder) == summary(folder)["global_step"] >= 150
+
+
+def test_a_second_signal_after_a_second_interrupts_at_once(either, tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(either.time, "perf_counter", lambda: now[0])
+
+    def interrupt(learner, losses, step):
+        signal.raise_signal(signal.SIGINT)
+        now[0] = 2.0
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(either, either.Args(**tiny(either), total_timesteps=1000, run_dir=str(tmp_path)), on_log=interrupt)
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
+    """nohup starts a program that way."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        hang_up = lambda learner, losses, step: signal.raise_signal(signal.SIGHUP)  # noqa: E731
+        script = PLAIN["sac"]
+        train(script, script.Args(**tiny(script), total_timesteps=300, run_dir=str(tmp_path)), on_log=hang_up)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert summary(next(tmp_path.iterdir()))["global_step"] == 300
+
+
+def test_ctrl_c_while_the_compiler_runs(tmp_path, monkeypatch):
+    """In a terminal Ctrl-C reaches the C++ compiler too; the run still ends with checkpoint and summary."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    kwargs = {"total_timesteps": 10**6, "run_dir": tmp_path / "runs", "compile": True}
+    process = start(TURBO["dqn"], start_new_session=True, **kwargs)
+    wait_for(lambda: list((tmp_path / "cache").rglob("*.cpp")))
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in errors
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert checkpoint_step(folder) == summary(folder)["global_step"]
+
+
+def test_an_error_in_the_step_of_a_signal_is_named(either, tmp_path, capsys):
+    def fail(learner, losses, step):
+        signal.raise_signal(signal.SIGINT)
+        raise ZeroDivisionError("in the very step")
+
+    with pytest.raises(SystemExit) as ended:
+        train(either, either.Args(**tiny(either), total_timesteps=1000, run_dir=str(tmp_path)), on_log=fail)
+    assert ended.value.code == 130 and "ZeroDivisionError: in the very step" in capsys.readouterr().err
+
+
+def test_an_error_leaves_a_checkpoint(script, tmp_path):
+    """Of the environment or of an edit: it is shown, and nothing is lost."""
+
+    def fail(learner, losses, step):
+        if step >= 200:
+            raise ZeroDivisionError("of an edit")
+
+    args = script.Args(**tiny(script), total_timesteps=1000, run_dir=str(tmp_path))
+    with pytest.raises(ZeroDivisionError, match="of an edit"):
+        train(script, args, on_log=fail)
+    (folder,) = tmp_path.iterdir()
+    assert 200 <= checkpoint_step(folder) == summary(folder)["global_step"] < 400
+    assert (folder / "policy.pt2").exists()
+
+
+@pytest.mark.thorough
+def test_kill_9_leaves_a_checkpoint_to_resume_from(either, tmp_path):
+    """Several times in a row, each run resuming the one before, at a random moment between checkpoints."""
+    step, resume = 0, {}
+    for _ in range(5 if either is PLAIN["sac"] else 2):
+        known = set(tmp_path.glob("*"))
+        process = start(either, total_timesteps=10**6, run_dir=tmp_path, checkpoint_interval=20, **resume)
+        wait_for(lambda known=known: [p for p in tmp_path.glob("*/checkpoint.pt") if p.parent not in known])
+        time.sleep(random.uniform(0, 1))
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        path = next(p for p in tmp_path.glob("*/checkpoint.pt") if p.parent not in known)
+        checkpoint = torch.load(path, weights_only=True)
+        assert checkpoint["global_step"] > step
+        step, resume = checkpoint["global_step"], {"resume": path}
+    folder = run_tiny(either, tmp_path, total_timesteps=step + 10, resume=str(resume["resume"]))
+    assert summary(folder)["global_step"] == step + 10
+
+
+def test_a_checkpoint_is_replaced_whole_or_not_at_all(either, tmp_path, monkeypatch):
+    """The disk is full in the middle of the second checkpoint: the first is still there, and nothing half written."""
+    write, calls = torch.save, iter(range(10))
+
+    def fill_the_disk(checkpoint, file):
+        write(checkpoint, file)
+        if next(calls) >= 1:
+            file.truncate(file.tell() // 2)
+            raise RuntimeError("unexpected pos 270208 vs 270096")  # what torch says
+
+    monkeypatch.setattr(torch, "save", fill_the_disk)
+    with pytest.raises(OSError, match="is the disk full"):
+        run_tiny(either, tmp_path, checkpoint_interval=150, total_timesteps=400)
+    (folder,) = tmp_path.iterdir()
+    assert checkpoint_step(folder) == 150
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_folder_that_is_deleted_is_made_again(either, tmp_path):
+    def delete(learner, losses, step):
+        (folder,) = tmp_path.iterdir()
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+    args = either.Args(**tiny(either), total_timesteps=250, run_dir=str(tmp_path))
+    train(either, args, on_log=delete)
+    (folder,) = tmp_path.iterdir()
+    assert {path.name for path in folder.iterdir()} >= {"checkpoint.pt", "policy.pt2", "summary.json"}
+
+
+@pytest.mark.parametrize("stderr", ["2>&1 >/dev/null | head -c 200", "2>/dev/full", "2>&-"])
+def test_a_run_goes_on_when_nobody_reads_stderr(either, stderr, tmp_path):
+    words = flags(**tiny(either), total_timesteps=400, run_dir=tmp_path, seed=1)
+    command = " ".join([sys.executable, str(ROOT / "leanrl" / f"{stem(either)}.py"), *words, stderr])
+    subprocess.run(["bash", "-c", command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    (folder,) = tmp_path.iterdir()
+    assert summary(folder)["global_step"] == checkpoint_step(folder) == 400
+
+
+def test_training_stops_where_losses_are_no_longer_finite(script, tmp_path, monkeypatch):
+    """Exit code 1, one line, the checkpoint from before, a summary."""
+    losses_of = learner_class(script).losses
+    calls = iter(range(100))
+
+    def explode(learner):
+        losses = losses_of(learner)
+        return losses if next(calls) == 0 else {name: float("nan") for name in losses}
+
+    monkeypatch.setattr(learner_class(script), "losses", explode)
+    with pytest.raises(SystemExit) as error:
+        run_tiny(script, tmp_path, total_timesteps=1000, checkpoint_interval=50)
+    line = error.value.code
+    assert line.startswith("error: step ") and " is nan; a lower learning rate may help" in line
+    assert "checkpoint.pt is from before" in line
+    (folder,) = tmp_path.iterdir()
+    assert checkpoint_step(folder) < summary(folder)["global_step"] < 1000
+
+
+def test_a_checkpoint_is_not_overwritten_with_nan(script, tmp_path):
+    def spoil(learner, losses, step):
+        if step >= 300:
+            networks = (learner.tensors() if hasattr(learner, "tensors") else learner.state_dict())["networks"]
+            next(tensor for _, tensor in leaves(networks) if tensor.is_floating_point()).data.fill_(float("nan"))
+
+    sizes = {"total_timesteps": 300, "checkpoint_interval": 100, "run_dir": str(tmp_path)}
+    with pytest.raises(SystemExit, match="the checkpoint would hold a NaN"):
+        train(script, script.Args(**tiny(script) | sizes), on_log=spoil)
+    (folder,) = tmp_path.iterdir()
+    assert checkpoint_step(folder) == 200
+
+
+class Broken(Countdown):
+    """From the 120th step of all on, rewards or observations are NaN."""
+
+    steps_so_far = 0
+
+    def __init__(self, what="reward", **kwargs):
+        super().__init__(**kwargs)
+        self.what = what
+
+    def step(self, action):
+        Broken.steps_so_far += 1
+        obs, reward, *rest = super().step(action)
+        if Broken.steps_so_far < 120:
+            return obs, reward, *rest
+        return (obs, np.nan, *rest) if self.what == "reward" else (obs * np.nan, reward, *rest)
+
+
+class DiscreteBroken(Broken, DiscreteCountdown):
+    pass
+
+
+for what in ("reward", "observation"):
+    gym.register(f"Broken-{what}-v0", entry_point=Broken, kwargs={"what": what})
+    gym.register(f"DiscreteBroken-{what}-v0", entry_point=DiscreteBroken, kwargs={"what": what})
+
+
+@pytest.mark.parametrize("what", ["reward", "observation"])
+@pytest.mark.parametrize("name", ["sac", "td3", "ppo", "dqn"])
+def test_nan_of_an_environment_is_blamed_on_it(name, what, tmp_path):
+    """Before any checkpoint that holds it."""
+    env_id = f"{'Discrete' if name == 'dqn' else ''}Broken-{what}-v0"
+    for script in (PLAIN[name], TURBO[name]):
+        Broken.steps_so_far = 0
+        run_dir = tmp_path / stem(script)
+        with pytest.raises(SystemExit) as error:
+            run_tiny(script, run_dir, total_timesteps=1000, checkpoint_interval=50, env_id=env_id)
+        assert "the environment returned a NaN" in error.value.code
+        (folder,) = run_dir.iterdir()
+        assert checkpoint_step(folder) == 100
+        json.loads((folder / "summary.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_video_where_nothing_can_be_rendered_is_refused(either, tmp_path, capsys):
+    env_id = "DiscreteTruncates-v0" if either is TURBO["dqn"] else "Truncates-v0"
+    args = either.Args(**tiny(either) | {"env_id": env_id}, capture_video=True, run_dir=str(tmp_path))
+    line = refused(capsys, lambda: either.train(args))
+    assert line.startswith(f"error: --env-id {env_id}") or line.startswith("error: --capture-video True")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_environments_own_missing_file_is_not_blamed_on_a_flag(either, tmp_path):
+    def lost(**kwargs):
+        raise FileNotFoundError("model.xml")
+
+    gym.register("Lost-v0", entry_point=lost)
+    try:
+        with pytest.raises(FileNotFoundError, match=r"model\.xml"):
+            run_tiny(either, tmp_path, env_id="Lost-v0")
+    finally:
+        del gym.registry["Lost-v0"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_module_that_an_environment_imports_is_named(tmp_path, capsys, monkeypatch):
+    (tmp_path / "my_envs.py").write_text("import gymnasium\ngymnasium.register('Mine-v0', 'conftest:Countdown')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run_tiny(PLAIN["sac"], tmp_path / "runs", env_id="my_envs:Mine-v0")
+    assert "note: --env-id imports the module my_envs" in capsys.readouterr().err

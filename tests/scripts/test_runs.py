@@ -1,0 +1,251 @@
+"""What a run writes, counts and continues: folder, logs, episodes, seeds, resuming, videos."""
+
+import json
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ATARI, PLAIN, TURBO, algorithm, equal, leaves, scalars, script_params, stem, tiny, train
+from gymnasium.wrappers import RecordEpisodeStatistics
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_cli import run_tiny, start, summary
+
+GYMNASIUM = [scripts[name] for scripts in (PLAIN, TURBO) for name in PLAIN if name not in ATARI]
+on_gymnasium = pytest.mark.parametrize("script", script_params(GYMNASIUM))
+
+
+@pytest.fixture(params=script_params())
+def script(request):
+    return request.param
+
+
+@pytest.fixture(params=[PLAIN["sac"], TURBO["dqn"]], ids=stem)
+def either(request):
+    """Two scripts for what the run's part does by itself, whose text is the same in all of them."""
+    return request.param
+
+
+def test_run_directory(script, tmp_path):
+    folder = run_tiny(script, tmp_path, total_timesteps=500, num_envs=2)
+    config, report = json.loads((folder / "config.json").read_text()), summary(folder)
+    args = script.Args(**tiny(script) | {"total_timesteps": 500, "num_envs": 2, "run_dir": str(tmp_path)})
+    assert vars(args).items() <= config.items()
+    assert {"script", "versions", "device", "cores"} <= config.keys()
+    assert (folder / f"{stem(script)}.py").read_text() == Path(script.__file__).read_text()
+    *_, day, time = folder.name.split("_")
+    started = datetime.strptime(f"{day}_{time}", "%Y-%m-%d_%H-%M-%S.%f")
+    assert 0 < (datetime.now() - started).total_seconds() < 600
+    keys = "script env_id seed num_envs device compile cudagraphs matmul_precision global_step episodic_return episodes"
+    assert set(f"{keys} steady_sps warmup_seconds wall_seconds versions".split()) <= report.keys()
+    assert (report["compile"], report["cudagraphs"]) == (False, False)
+    assert report["global_step"] == 500 and report["steady_sps"] > 0 and report["warmup_seconds"] > 0
+    events = EventAccumulator(str(folder)).Reload()
+    returns, lengths = (scalars(folder, f"charts/episodic_{name}") for name in ("return", "length"))
+    least = 1 if algorithm(script) in ATARI else 2  # a game takes a while
+    assert report["episodes"] == len(returns) == len(lengths) >= least
+    assert report["episodic_return"] == pytest.approx(sum(returns[-20:]) / len(returns[-20:]))
+    if args.env_id == "Pendulum-v1":
+        assert lengths == [200, 200] and max(returns) < 0
+    else:
+        assert sum(lengths) <= 500
+        assert returns == lengths or args.env_id != "CartPole-v1"
+    assert "charts/SPS" in events.Tags()["scalars"]
+    assert any(name.startswith("losses/") and "loss" in name[7:] for name in events.Tags()["scalars"])
+
+
+def test_the_speed_is_that_since_the_last_log(either, tmp_path, monkeypatch):
+    """A clock on which the first 200 steps take 100 seconds and the next 100 take one."""
+    now = [0.0]
+    monkeypatch.setattr(either.time, "perf_counter", lambda: now[0])
+    times = {100: 50.0, 200: 100.0, 300: 101.0}
+
+    def tick(learner, losses, step):
+        now[0] = times[step]
+
+    train(
+        either, either.Args(**tiny(either) | {"learning_starts": 0}, total_timesteps=300, run_dir=str(tmp_path)), tick
+    )
+    assert scalars(next(tmp_path.iterdir()), "charts/SPS") == [2.0, 2.0, 100.0]
+
+
+def test_two_runs_at_once_have_two_folders(either, tmp_path):
+    """Though they begin in the same second."""
+    processes = [start(either, total_timesteps=110, run_dir=tmp_path) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert len(list(tmp_path.glob("*/summary.json"))) == 2
+
+
+def test_threads_and_the_precision_of_matmuls(script, tmp_path, monkeypatch):
+    default = 1 if algorithm(script) in ("ppo", "dqn") else 0
+    assert (script.Args().threads, script.Args().matmul_precision) == (default, "highest")
+    before = torch.get_float32_matmul_precision()
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: chosen.append(threads))
+    try:
+        folder = run_tiny(script, tmp_path, threads=3, matmul_precision="high", total_timesteps=110)
+        assert chosen == [3] and torch.get_float32_matmul_precision() == "high"
+        assert summary(folder)["matmul_precision"] == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def count_episodes(script, monkeypatch):
+    """From now on environments come with gymnasium's statistics, which land, for each call, in the list returned."""
+    counted, make_envs = [], script.make_envs
+
+    def counting(*args):
+        envs = make_envs(*args)
+        envs.unwrapped.envs = [RecordEpisodeStatistics(env, buffer_length=1000) for env in envs.unwrapped.envs]
+        counted.append(envs.unwrapped.envs[0])
+        for env in envs.unwrapped.envs:  # in one order
+            env.return_queue, env.length_queue = counted[-1].return_queue, counted[-1].length_queue
+        return envs
+
+    monkeypatch.setattr(script, "make_envs", counting)
+    return counted
+
+
+@on_gymnasium
+def test_episodes_are_counted_as_gymnasium_does(script, tmp_path, monkeypatch):
+    counted = count_episodes(script, monkeypatch)
+    folder = run_tiny(script, tmp_path, total_timesteps=1500, num_envs=3)
+    returns, lengths = (scalars(folder, f"charts/episodic_{name}") for name in ("return", "length"))
+    assert summary(folder)["episodes"] == len(returns) == len(counted[0].return_queue) >= 6
+    assert returns == pytest.approx(list(counted[0].return_queue)) and lengths == list(counted[0].length_queue)
+    assert summary(folder)["episodic_return"] == pytest.approx(np.mean(returns[-20:]))
+
+
+def test_same_seed_same_numbers(script, tmp_path):
+    """With checkpoints on the way or without."""
+    states = []
+    for seed, interval in ((3, 0), (3, 150), (4, 0)):
+        steps = 240 if algorithm(script) in ATARI else 400
+        folder = run_tiny(script, tmp_path, total_timesteps=steps, seed=seed, checkpoint_interval=interval)
+        checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+        states.append(dict(leaves({"returns": checkpoint["returns"], "learner": checkpoint["learner"]})))
+    one, same, other = states
+    assert one.keys() == same.keys() and all(equal(one[path], same[path]) for path in one)
+    assert not all(equal(one[path], other[path]) for path in one.keys() & other.keys())  # as many episodes or not
+
+
+def test_resuming_continues_the_run(script, tmp_path):
+    """Steps, episodes, updates and, where there is one, the replay buffer count on from the first run's."""
+    first = run_tiny(script, tmp_path, total_timesteps=450)
+    before = torch.load(first / "checkpoint.pt", weights_only=True)
+    again = run_tiny(script, tmp_path, total_timesteps=700, resume=str(first / "checkpoint.pt"))
+    after = torch.load(again / "checkpoint.pt", weights_only=True)
+    assert (before["global_step"], after["global_step"]) == (450, 700)
+    assert after["episodes"] > before["episodes"]
+    if after["episodes"] <= 20:  # the returns of the last 20 are kept
+        assert after["returns"][: len(before["returns"])] == before["returns"]
+    assert sum(scalars(again, "charts/episodic_length")) <= 250  # steps of the second run
+    updates = {"sac": (350, 600), "td3": (350, 600), "dqn": (35, 60), "ppo": (9, 14), "ppo_atari": (9, 14)}
+    updates |= {"dqn_atari": (87, 150), "sac_atari": (87, 150)}
+    assert (before["learner"]["updates"], after["learner"]["updates"]) == updates[algorithm(script)]
+    if "replay" in after["learner"] and algorithm(script) not in ATARI:
+        assert int(after["learner"]["replay"]["stored"]) == 700
+
+
+@pytest.mark.parametrize("name", ["sac", "td3"])
+def test_learning_starts_at_zero_and_several_updates_per_step(name, tmp_path):
+    folder = run_tiny(TURBO[name], tmp_path, total_timesteps=50, learning_starts=0, updates_per_step=3)
+    assert torch.load(folder / "checkpoint.pt", weights_only=True)["learner"]["updates"] == 150
+
+
+def test_rows_that_were_never_stored_are_never_used(script, tmp_path, monkeypatch):
+    """Memory that was never written holds NaN here; one row of it would spoil every parameter."""
+
+    def poison(library, is_float):
+        empty = library.empty
+
+        def poisoned(*size, **kwargs):
+            array = empty(*size, **kwargs)
+            if is_float(array):
+                array[...] = float("nan")
+            return array
+
+        monkeypatch.setattr(library, "empty", poisoned)
+
+    poison(torch, lambda tensor: tensor.is_floating_point() and not tensor.is_meta)
+    poison(np, lambda array: array.dtype.kind == "f")
+    folder = run_tiny(script, tmp_path, total_timesteps=300)
+    for path, leaf in leaves(torch.load(folder / "checkpoint.pt", weights_only=True)["learner"]):
+        assert not isinstance(leaf, torch.Tensor) or leaf.isfinite().all(), path
+
+
+def test_a_checkpoint_holds_no_more_than_is_stored(script, tmp_path):
+    """200 transitions, not the room for a million. A network for Atari takes 6.8 MB, as does each of Adam's moments."""
+    folder = run_tiny(script, tmp_path, **{"buffer_size": 10**6} if "buffer_size" in tiny(script) else {})
+    limit = {"ppo_atari": 22, "dqn_atari": 30, "sac_atari": 76}.get(algorithm(script), 10)
+    assert (folder / "checkpoint.pt").stat().st_size < limit * 2**20
+
+
+WITH_TORCH_ALONE = """
+import sys, json, torch
+policy = torch.export.load(sys.argv[1]).module()
+print(json.dumps(policy(torch.tensor(json.loads(sys.argv[2]))).tolist()))
+assert not any("leanrl" in name or "gymnasium" in name for name in sys.modules)
+"""
+
+
+@on_gymnasium
+def test_the_exported_policy_is_the_learners(script, tmp_path):
+    """In a process with torch alone, for other batch sizes than it was exported with; also the one of a checkpoint."""
+    learners = []
+    args = script.Args(**tiny(script), total_timesteps=300, checkpoint_interval=100, run_dir=str(tmp_path))
+    train(script, args, on_log=lambda learner, losses, step: learners.append(learner))
+    (folder,) = tmp_path.iterdir()
+    envs = script.gym.make(args.env_id)
+    obs = torch.stack([torch.as_tensor(envs.reset(seed=seed)[0]) for seed in range(5)])
+    wanted = learners[0].policy()(obs)
+    command = [sys.executable, "-c", WITH_TORCH_ALONE, str(folder / "policy.pt2"), json.dumps(obs.tolist())]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(json.loads(done.stdout), wanted.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_policy_and_checkpoint_are_written_together(script, tmp_path):
+    """At each checkpoint, not only at the end."""
+    seen = []
+
+    def look(learner, losses, step):
+        (folder,) = tmp_path.iterdir()
+        seen.append({path.name for path in folder.glob("*.p*t*")} >= {"checkpoint.pt", "policy.pt2"})
+
+    args = script.Args(**tiny(script), total_timesteps=300, checkpoint_interval=50, run_dir=str(tmp_path))
+    train(script, args, on_log=look)
+    assert seen[-1]
+
+
+@on_gymnasium
+@pytest.mark.parametrize("env_id", ["DictObservations-v0", "TupleObservations-v0", "DiscreteObservations-v0"])
+def test_observations_of_several_parts_are_flattened(script, env_id, tmp_path, capsys):
+    prefix = "Pick" if algorithm(script) == "dqn" else "Push"
+    sizes = {"learning_starts": 20, "total_timesteps": 60} if "learning_starts" in tiny(script) else {}
+    run_tiny(script, tmp_path, env_id=f"{prefix}{env_id}", **sizes)
+    notes = [line for line in capsys.readouterr().err.splitlines() if "flattened" in line]
+    assert len(notes) == 1 and notes[0].startswith("note: ")
+
+
+@pytest.mark.parametrize("name", ["sac", "td3", "ppo"])
+def test_actions_in_double_precision(name, tmp_path):
+    for script in (PLAIN[name], TURBO[name]):
+        run_tiny(script, tmp_path / stem(script), env_id="DoublePrecision-v0")
+
+
+@pytest.mark.parametrize("script", script_params(TURBO.values()))
+def test_capture_video_records_mp4(script, tmp_path):
+    folder = run_tiny(script, tmp_path, total_timesteps=201, capture_video=True)
+    assert [video.suffix for video in (folder / "videos").glob("*.mp4")]
+
+
+def test_track_logs_to_wandb_without_a_network(either, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    process = start(either, total_timesteps=250, track=True, run_dir=tmp_path)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert list(next(tmp_path.iterdir()).glob("wandb/offline-run-*"))
