@@ -5,8 +5,8 @@ The updates are those of the plain twin, dqn_atari.py. What makes this file fast
 1. The parameters of a network, and so their gradients, are one flat vector: Adam is a few operations (`FlatNetwork`).
 2. Each frame is stored once, in bytes, on the device if it fits there, where batches are gathered (`FrameReplay`).
 3. An environment step costs two copies in, of frames and outcomes, and one copy out, of actions (`DQN.observe`).
-4. `--compile` makes one graph each of storing, acting, sampling and an update (`DQN.apply_compile_and_cudagraphs`).
-5. `--cudagraphs` replays storing with acting, and an update from sampling to Adam, as CUDA graphs (the same method).
+4. `--compile` makes one graph each of storing, acting, sampling and an update (`DQN.update_q`).
+5. `--cudagraphs` replays a step (`DQN.store_and_act`) and an update (`DQN.learn`) as one CUDA graph each.
 6. envpool steps the games while the device learns: the host waits for actions, never for updates (`train`).
 7. On a CPU convolutions run on channels-last images, and freed memory is reused (`keep_freed_memory`).
 
@@ -154,6 +154,8 @@ class AtariQNetwork(nn.Module):
 class DQN:
     """The learner. CUDA graphs replay kernels and no Python: what changes is a tensor that is changed in place."""
 
+    warmup_updates = GRAPH_WARMUP  # until updates are compiled and captured
+
     def __init__(self, args, envs, device):
         self.args = args
         self.device = device
@@ -168,7 +170,6 @@ class DQN:
         self.scalars = Scalars(device)
         self.rng = np.random.default_rng(args.seed)  # for random actions
         self.updates = 0
-        self.warmup_updates = GRAPH_WARMUP  # until updates are compiled and captured
 
         self.replay = make_replay(args, envs, device)
         self.replay_on_device = self.replay.storage == device
@@ -265,18 +266,16 @@ class DQN:
     def apply_compile_and_cudagraphs(self):
         """The one place where functions are compiled and captured."""
         if self.args.compile:
-            cpp_wrapper = self.device.type == "cpu"  # calls the kernels from C++, as CUDA graphs do without Python
-            compile = partial(compiled, mode=self.args.compile_mode, cpp_wrapper=cpp_wrapper)
-            self.store = compile(self.store)
-            self.act = compile(self.act)
-            self.replay.sample = compile(self.replay.sample)
-            self.update_q = compile(self.update_q)
-        kinds = (False, True)
-        self.store_and_act_by_kind = {kind: partial(self.store_and_act, kind) for kind in kinds}
+            cpp_wrapper = self.device.type == "cpu"  # calls the kernels from C++; a CUDA graph does better
+            options = {"mode": self.args.compile_mode, "cpp_wrapper": cpp_wrapper}
+            self.store = compiled(self.store, **options)
+            self.act = compiled(self.act, **options)
+            self.replay.sample = compiled(self.replay.sample, **options)
+            self.update_q = compiled(self.update_q, **options)
+        self.store_and_act_by_kind = {act_too: partial(self.store_and_act, act_too) for act_too in (False, True)}
         if self.cudagraphs:
-            for kind in kinds:
-                graph = CudaGraphModule(self.store_and_act_by_kind[kind], warmup=GRAPH_WARMUP)
-                self.store_and_act_by_kind[kind] = graph
+            for act_too, function in self.store_and_act_by_kind.items():
+                self.store_and_act_by_kind[act_too] = CudaGraphModule(function, warmup=GRAPH_WARMUP)
             if self.replay_on_device:
                 self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)
             else:
