@@ -167,6 +167,7 @@ class DQN:
         self.arriving_weights = torch.zeros_like(self.acting_q.weights, pin_memory=on_cuda)
         self.arriving_weights.copy_(self.q.weights)
         self.weights_arrived = torch.cuda.Event() if on_cuda else HostEvent()
+        self.buffers = list(zip(self.acting_q.network.buffers(), self.q.network.buffers(), strict=True))
 
         shapes = {"obs": (self.obs_dim,), "next_obs": (self.obs_dim,), "actions": (), "rewards": (), "terminated": ()}
         require_memory(args, "buffer_size", bytes_each=4 * sum(math.prod(shape) for shape in shapes.values()))
@@ -174,6 +175,7 @@ class DQN:
         self.block_size = steps * self.num_envs  # transitions that are collected on the host before they are sent
         self.replay = DeviceReplayBuffer(args.buffer_size, shapes, device, spare=self.block_size)
         self.host_block = torch.zeros(self.block_size + 1, self.replay.width, pin_memory=on_cuda)
+        self.host_rows = self.host_block.numpy()
         self.block = self.host_block.to(device)  # on a CPU the same memory
         self.block_sent = torch.cuda.Event() if on_cuda else HostEvent()
         self.collected = 0
@@ -199,12 +201,15 @@ class DQN:
         self.optimizers["q"].step(self.q.weights, gradient)
         return {"q_values": q.detach().mean(), "td_loss": td_loss.detach()}
 
+    def uniform(self):
+        """Numbers from [0, 1) that pick a batch, (batch,); in float64, since float32 would skip rows of a million."""
+        return torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)
+
     def learn(self):
         """One update. It draws random numbers outside of compiled functions, so that all modes draw the same ones, and
         inside of the CUDA graph, so that each replay draws new ones.
         """
-        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)  # float32 skips rows
-        self.scalars.store(**self.store_and_update(uniform))
+        self.scalars.store(**self.store_and_update(self.uniform()))
 
     def update(self):
         """Launch one update: on a CUDA device it may still run when this returns.
@@ -213,8 +218,8 @@ class DQN:
         """
         self.weights_arrived.synchronize()
         self.acting_q.weights.copy_(self.arriving_weights)
-        for acting, newest in zip(self.acting_q.network.buffers(), self.q.network.buffers(), strict=True):
-            acting.copy_(newest)
+        for acting_buffer, buffer in self.buffers:
+            acting_buffer.copy_(buffer)
         self.send_block()
         self.learn()
         self.arriving_weights.copy_(self.q.weights, non_blocking=True)
@@ -245,13 +250,13 @@ class DQN:
             self.store_block()
         if self.collected == 0:
             self.block_sent.synchronize()
-        rows = self.host_block[self.collected : self.collected + self.num_envs]
-        self.replay.pack(transitions, rows.numpy())
+        rows = self.host_rows[self.collected : self.collected + self.num_envs]
+        self.replay.pack(transitions, rows)
         self.collected += self.num_envs
 
     def send_block(self):
         """Send the collected transitions to the device, and, in the last row, their number."""
-        self.host_block[-1, 0] = self.collected  # the last copy is over: `store` or `update` has waited for it
+        self.host_rows[-1, 0] = self.collected  # the last copy is over: `store` or `update` has waited for it
         self.block.copy_(self.host_block, non_blocking=True)
         self.block_sent.record()
         self.collected = 0
@@ -327,8 +332,8 @@ def turns(frequency, step, num_envs):
 
 def train(args, on_start=lambda run: None):
     """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    check_replay(args)
     with Run(args) as run:
+        check_replay(args)
         check_compile(args, run.device)
         envs = DirectEnvs(make_envs(args, run.folder))
         require_discrete_actions(args, envs)
@@ -395,9 +400,12 @@ class FlatNetwork:
         self.shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
         self.tied = len(self.shapes) < len(list(first.named_parameters(remove_duplicate=False)))
         self.sizes = []  # of each parameter, and of the gap behind it
+        self.member_sizes = []  # the same, with the parameters of the members one by one
         for shape in self.shapes.values():
             size = len(self.members) * shape.numel()
-            self.sizes += [size, -size % 16]
+            gap = -size % 16
+            self.sizes += [size, gap]
+            self.member_sizes += [shape.numel()] * len(self.members) + [gap]
         device = next(first.parameters()).device
         self.weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
         for name, view in self.views(self.weights).items():
@@ -409,28 +417,44 @@ class FlatNetwork:
 
     def views(self, weights):
         """Parameters by name as views of a flat vector, (members, *shape)."""
-        views = {}
         parameters = weights.split(self.sizes)[::2]  # without the gaps
+        return self.named(parameters)
+
+    def member_views(self, weights):
+        """The same for each member alone, without the leading dimension.
+
+        Eager autograd copies the gradients of these views once, and those of parts of `views` three times.
+        """
+        parts = weights.split(self.member_sizes)
+        views = []
+        for i in range(len(self.members)):
+            named = self.named(parts[i :: len(self.members) + 1])
+            views.append({name: view.squeeze(0) for name, view in named.items()})
+        return views
+
+    def named(self, parameters):
+        """Flat parameters by name, (n, *shape)."""
+        named = {}
         for (name, shape), parameter in zip(self.shapes.items(), parameters, strict=True):
             if len(shape) == 2:
-                views[name] = parameter.view(-1, *reversed(shape)).mT
+                named[name] = parameter.view(-1, *reversed(shape)).mT
             else:
-                views[name] = parameter.view(-1, *shape)
-        return views
+                named[name] = parameter.view(-1, *shape)
+        return named
 
     def call(self, parameters, *inputs):
         return functional_call(self.members[0], parameters, inputs, tie_weights=self.tied)
 
     def __call__(self, *inputs, weights=None):
         """The network's outputs, (batch, ...), or those of all members, (members, batch, ...)."""
-        views = self.views(self.weights if weights is None else weights)
         if self.several and self.batched:
+            views = self.views(self.weights if weights is None else weights)
             inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
             return vmap(self.call, randomness="different")(views, *inputs)
-        outputs = []
-        for i in range(len(self.members)):
-            parameters = {name: view[i] for name, view in views.items()}
-            outputs.append(self.call(parameters, *inputs))
+        if weights is None:
+            outputs = [member(*inputs) for member in self.members]
+        else:
+            outputs = [self.call(views, *inputs) for views in self.member_views(weights)]
         return torch.stack(outputs) if self.several else outputs[0]
 
     def cpu_copy(self):
@@ -816,6 +840,14 @@ def has_nan(state):
     return any(tensor.isnan().any() for tensor in tensors)
 
 
+class ProgressBar(tqdm):
+    """A progress bar that does without stderr where that is closed or full."""
+
+    def display(self, *args, **kwargs):
+        with suppress(OSError):
+            super().display(*args, **kwargs)
+
+
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
@@ -866,7 +898,8 @@ class Run:
         if self.args.track:
             self.track()
         self.writer = SummaryWriter(self.folder)
-        self.bar = tqdm(total=self.args.total_timesteps, initial=self.step, unit="step", dynamic_ncols=True)
+        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.bar.set_description("compiling" if self.config["compile"] else "warming up")
         self.start_time = self.log_time = time.perf_counter()
 
@@ -928,10 +961,7 @@ class Run:
         if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
             self.steady = (self.step, time.perf_counter())
             self.bar.set_description("training", refresh=False)
-        try:
-            self.bar.update(self.args.num_envs)
-        except OSError:  # nobody reads stderr any more
-            self.bar.disable = True
+        self.bar.update(self.args.num_envs)
 
     def end_episode(self, i):
         """Log the episode that is over in environment `i`."""
@@ -945,6 +975,7 @@ class Run:
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
@@ -999,7 +1030,7 @@ class Run:
             with suppress(OSError):
                 self.bar.close()
         if self.signal is not None and not isinstance(error, SystemExit):
-            if error is not None:
+            if isinstance(error, Exception):
                 note(f"after the signal: {one_line(error)}")
             raise SystemExit(128 + self.signal)
 
@@ -1008,6 +1039,7 @@ class Run:
         steady_step, steady_time = self.steady or (self.step, end_time)
         mean_return = float(np.mean(self.last_returns)) if self.last_returns else math.nan
         results = {
+            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
             "global_step": self.step,
             "episodes": self.episodes,
             "episodic_return": mean_return if math.isfinite(mean_return) else None,

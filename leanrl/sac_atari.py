@@ -1,7 +1,15 @@
-"""Soft Actor-Critic for discrete actions (Christodoulou 2019, arXiv:1910.07207) for Atari in plain PyTorch.
+"""Soft Actor-Critic (SAC) for discrete actions on Atari, in plain PyTorch: Christodoulou 2019, arXiv:1910.07207.
 
-The reading copy: `SAC.update` reads like the paper. `FrameReplay` is a replay buffer that stores each frame once, in
-bytes: a class that stands alone. The algorithm, hyper-parameters and defaults are CleanRL's.
+The algorithm and its defaults are CleanRL's, and so are its details:
+
+1. Expectations over actions are exact sums, not samples (`SAC.update_critics`, `SAC.update_actor`).
+2. Two critics; the target and the actor take the smaller value (`SAC.update_critics`, `SAC.update_actor`).
+3. The entropy coefficient is tuned toward a share of the largest entropy (`SAC.update_actor`).
+4. An observation is four gray frames; each frame is stored once, in bytes (`FrameReplay`).
+5. The end of a life is a terminal state, rewards are clipped to -1, 0 or 1 (`AtariEnvs`).
+6. A truncated game does not end in a terminal state: its last value is bootstrapped (`AtariEnvs.step`).
+
+sac_atari_torchcompile.py makes the same updates at full speed.
 
     python leanrl/sac_atari.py --env-id BeamRider-v5
 """
@@ -9,16 +17,17 @@ bytes: a class that stands alone. The algorithm, hyper-parameters and defaults a
 import copy
 import difflib
 import json
-import logging
 import math
 import os
+import platform
 import shutil
 import signal
-import subprocess
 import sys
+import textwrap
 import time
-from dataclasses import dataclass, field, fields, make_dataclass, replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -26,70 +35,26 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-SCRIPT = Path(__file__).stem
-THREADS = 0
-LOG_INTERVAL = 100  # vector steps between two logs of the losses
 NUM_CRITICS = 2
-ADAM_EPS = 1e-4
-MEMORY_SHARE = 0.9  # of a device's or the host's memory that the replay buffer may take
+EPS = 1e-4  # Adam's
+LOG_INTERVAL = 100  # steps of all environments between two logs of the losses
 
 
 @dataclass
-class RunArgs:
-    exp_name: str = SCRIPT
-    """name of the experiment, part of the run's folder name"""
-    seed: int = 1
-    """seed of the environments, the action space, numpy and torch"""
-    run_dir: str = "runs"
-    """folder that receives one folder per run"""
-    checkpoint_interval: int = 0
-    """environment steps between two checkpoints (0: only the one that ends every run)"""
-    resume: str | None = None
-    """checkpoint, or folder of a run, to continue up to --total-timesteps; its flags are the defaults"""
-    evaluate: str | None = None
-    """checkpoint, or folder of a run, whose deterministic policy to evaluate instead of training"""
-    eval_episodes: int = 10
-    """episodes of an evaluation"""
-    export: str | None = None
-    """checkpoint, or folder of a run, beside which to write policy.pt2 instead of training"""
-    capture_video: bool = False
-    """record mp4 videos of the first environment into the run's folder"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "leanrl"
-    """wandb project"""
-    wandb_entity: str | None = None
-    """wandb team"""
-    cuda: bool = True
-    """use a CUDA device if there is one"""
-    threads: int = THREADS
-    """threads for computing on the CPU (0: torch's choice)"""
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """precision of float32 matmuls: high allows TF32, in convolutions too, medium bfloat16"""
-    torch_deterministic: bool = True
-    """ask cuDNN for deterministic kernels"""
-    measure_burnin: int = 100
-    """environment steps between the end of warm-up and the start of the speed measurement"""
-
-
-@dataclass
-class EnvironmentArgs:
+class Args:
     env_id: str = "BeamRider-v5"
     """Atari game, by envpool's name"""
     total_timesteps: int = 5_000_000
-    """environment steps (transitions) of the whole run, each of four frames"""
+    """environment steps of the whole run, over all environments, each of four frames"""
     num_envs: int = 1
-    """games that step together, one transition each"""
-
-
-@dataclass
-class AlgorithmArgs:
+    """games that step together"""
     buffer_size: int = 1_000_000
     """transitions in the replay buffer, 7.1 GB for a million: on the device if it fits, else in the host's memory"""
     checkpoint_replay: bool = True
@@ -97,71 +62,70 @@ class AlgorithmArgs:
     gamma: float = 0.99
     """discount factor"""
     tau: float = 1.0
-    """how far a target network update moves towards the critics"""
+    """target smoothing coefficient (1: copy)"""
     batch_size: int = 64
-    """transitions in an update"""
+    """transitions per update"""
     learning_starts: int = 20_000
-    """environment steps with uniformly random actions, before the first update"""
+    """environment steps with random actions before the first update"""
     policy_lr: float = 3e-4
     """learning rate of the actor"""
     q_lr: float = 3e-4
     """learning rate of the critics and of the entropy coefficient"""
     update_frequency: int = 4
-    """environment steps from one update to the next"""
+    """environment steps between two updates"""
     target_network_frequency: int = 8000
-    """environment steps from one target network update to the next"""
+    """environment steps between two updates of the target networks"""
     alpha: float = 0.2
     """entropy coefficient with --no-autotune"""
     autotune: bool = True
-    """tune the entropy coefficient, towards --target-entropy-scale of the largest entropy"""
+    """tune the entropy coefficient"""
     target_entropy_scale: float = 0.89
-    """the entropy to tune towards, as a share of the largest, log(number of actions)"""
-    init_entropy: Literal["default", "max"] = "default"
-    """max: begin with a policy whose actions have the entropy of uniformly random ones"""
+    """entropy to tune toward, as a share of the largest, log(number of actions)"""
+
+    exp_name: str = Path(__file__).stem
+    """name of the experiment, part of the run's folder name"""
+    seed: int = 1
+    """seed of the environments, NumPy and torch"""
+    run_dir: str = "runs"
+    """folder for the runs' folders"""
+    resume: str | None = None
+    """run to continue: its folder or its checkpoint.pt, whose flags become the defaults"""
+    checkpoint_interval: int = 0
+    """environment steps between two checkpoints (0: only one, at the end)"""
+    capture_video: bool = False
+    """record videos of the first environment"""
+    track: bool = False
+    """also log to Weights & Biases"""
+    wandb_project_name: str = "leanrl"
+    """project on Weights & Biases"""
+    wandb_entity: str | None = None
+    """team on Weights & Biases"""
+    cuda: bool = True
+    """use a CUDA device if there is one"""
+    threads: int = 0
+    """CPU threads for torch (0: torch's default)"""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """precision of float32 matmuls and convolutions (high: TF32, medium: bfloat16)"""
+    torch_deterministic: bool = True
+    """use deterministic cuDNN kernels"""
 
 
-@dataclass
-class Args(AlgorithmArgs, EnvironmentArgs, RunArgs):
-    """All flags of this script; a new one goes into a class above, and its range into LIMITS."""
-
-
-LIMITS = {  # the numbers with which a run can work, from smallest to largest
-    "seed": (0, 2**32 - 1),
-    "checkpoint_interval": (0, 1e12),
-    "eval_episodes": (1, 1e12),
-    "threads": (0, 1024),
-    "measure_burnin": (0, 1e12),
-    "total_timesteps": (1, 1e12),
-    "num_envs": (1, 256),
-    "buffer_size": (1, 1e12),
-    "gamma": (0, 1),
-    "tau": (0, 1),
-    "batch_size": (1, 1e12),
-    "learning_starts": (0, 1e12),
-    "policy_lr": (1e-12, 1),
-    "q_lr": (1e-12, 1),
-    "update_frequency": (1, 1e12),
-    "target_network_frequency": (1, 1e12),
-    "alpha": (1e-12, 1e12),
-    "target_entropy_scale": (0, 1),
-}
-STRUCTURAL = ("env_id", "num_envs", "buffer_size")  # flags that cannot change when a checkpoint is used
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Networks
-# ---------------------------------------------------------------------------------------------------------------------
+AT_LEAST_ONE = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
+AT_LEAST_ONE += ("update_frequency", "target_network_frequency")
+AT_MOST_ONE = ("gamma", "tau", "target_entropy_scale")
+POSITIVE = ("policy_lr", "q_lr")  # the other numbers may be 0
+FIXED = ("env_id", "num_envs", "buffer_size")  # what a resumed run cannot change
 
 
 def kaiming(layer):
-    """The layer, with weights as He et al. 2015 (arXiv:1502.01852) draw them, and no bias, at first."""
+    """The layer with weights as drawn by He et al. 2015, arXiv:1502.01852, and biases of 0."""
     nn.init.kaiming_normal_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class AtariNetwork(nn.Module):
-    """The convolutional network of Mnih et al. 2015. An actor's outputs are logits, a critic's are values."""
+    """An actor's logits or a critic's values: (batch, 4, 84, 84), bytes, to (batch, num_actions)."""
 
     def __init__(self, num_actions):
         super().__init__()
@@ -179,12 +143,174 @@ class AtariNetwork(nn.Module):
         )
 
     def forward(self, obs):
-        """A number for each action, (batch, num_actions), of obs, (batch, 4, 84, 84), in bytes."""
         return self.net(obs / 255)
 
 
+class SAC:
+    """The learner: networks, optimizers and replay buffer."""
+
+    warmup_updates = 1  # until the speed is steady
+
+    def __init__(self, args, envs, device):
+        self.args = args
+        self.device = device
+        num_actions = int(envs.single_action_space.n)
+        self.target_entropy = args.target_entropy_scale * math.log(num_actions)
+        with device:
+            self.actor = AtariNetwork(num_actions)
+            self.critics = nn.ModuleList([AtariNetwork(num_actions) for _ in range(NUM_CRITICS)])
+            self.target_critics = copy.deepcopy(self.critics)
+            self.log_alpha = torch.tensor(1.0 if args.autotune else args.alpha).log().requires_grad_()
+        self.networks = {"actor": self.actor, "critics": self.critics, "target_critics": self.target_critics}
+        self.optimizers = {
+            "actor": torch.optim.Adam(self.actor.parameters(), lr=args.policy_lr, eps=EPS),
+            "critics": torch.optim.Adam(self.critics.parameters(), lr=args.q_lr, eps=EPS),
+            "alpha": torch.optim.Adam([self.log_alpha], lr=args.q_lr, eps=EPS),
+        }
+        self.replay = make_replay(args, envs, device)
+        self.updates = 0
+        self.last_losses = {}
+
+    @torch.no_grad()
+    def act(self, obs):
+        """Sampled actions, NumPy, (num_envs,)."""
+        probs = self.actor(torch.as_tensor(obs, device=self.device)).softmax(-1)
+        return probs.multinomial(1).squeeze(-1).cpu().numpy()
+
+    def update(self):
+        """One update of the critics, the actor and the entropy coefficient."""
+        # float32 would skip rows
+        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.replay.storage)
+        batch = self.replay.sample(uniform)
+        self.update_critics(batch)
+        self.update_actor(batch["obs"])
+        self.updates += 1
+
+    def update_critics(self, batch):
+        """One step on the critics."""
+        obs, next_obs = batch["obs"], batch["next_obs"]
+
+        # critic loss (eq. 4 with the soft state value of eq. 10)
+        with torch.no_grad():
+            next_log_probs = self.actor(next_obs).log_softmax(-1)
+            next_q = torch.stack([critic(next_obs) for critic in self.target_critics]).amin(0)
+            next_v = (next_log_probs.exp() * (next_q - self.log_alpha.exp() * next_log_probs)).sum(-1)
+            target = batch["rewards"] + (1 - batch["terminated"]) * self.args.gamma * next_v
+        actions = batch["actions"][:, None]
+        q = torch.stack([critic(obs).gather(-1, actions).squeeze(-1) for critic in self.critics])
+        qf_loss = (q - target).square().mean(-1).sum()
+        self.optimizers["critics"].zero_grad()
+        qf_loss.backward()
+        self.optimizers["critics"].step()
+        self.last_losses |= {f"qf{i + 1}_values": values for i, values in enumerate(q.detach().mean(-1))}
+        self.last_losses["qf_loss"] = qf_loss.detach()
+
+    def update_actor(self, obs):
+        """One step on the actor, then one on the entropy coefficient."""
+        # actor loss (eq. 12)
+        with torch.no_grad():
+            q = torch.stack([critic(obs) for critic in self.critics]).amin(0)
+        log_probs = self.actor(obs).log_softmax(-1)
+        probs = log_probs.exp()
+        actor_loss = (probs * (self.log_alpha.exp().detach() * log_probs - q)).sum(-1).mean()
+        self.optimizers["actor"].zero_grad()
+        actor_loss.backward()
+        self.optimizers["actor"].step()
+        entropy = -(probs * log_probs).sum(-1).mean().detach()
+        self.last_losses |= {"actor_loss": actor_loss.detach(), "entropy": entropy}
+
+        # temperature (eq. 11)
+        if self.args.autotune:
+            alpha_loss = self.log_alpha.exp() * (entropy - self.target_entropy)
+            self.optimizers["alpha"].zero_grad()
+            alpha_loss.backward()
+            self.optimizers["alpha"].step()
+            self.last_losses["alpha_loss"] = alpha_loss.detach()
+        self.last_losses["alpha"] = self.log_alpha.exp().detach()
+
+    def update_target(self):
+        """Move the target networks by `tau` toward the critics: with 1, copy them."""
+        pairs = zip(self.critics.parameters(), self.target_critics.parameters(), strict=True)
+        for weights, target_weights in pairs:
+            target_weights.data.lerp_(weights.data, self.args.tau)
+
+    def losses(self):
+        """The last update's losses by name."""
+        return {name: value.item() for name, value in self.last_losses.items()}
+
+    def policy(self):
+        """A copy of the deterministic policy, on the CPU."""
+        return Policy(copy.deepcopy(self.actor).cpu())
+
+    def state_dict(self):
+        """All that a resumed run needs to continue bit by bit, on the CPU or on the device."""
+        return {
+            "networks": {name: network.state_dict() for name, network in self.networks.items()},
+            "optimizers": {name: optimizer.state_dict()["state"] for name, optimizer in self.optimizers.items()},
+            "log_alpha": self.log_alpha.detach(),
+            "replay": self.replay.state_dict() if self.args.checkpoint_replay else {},
+            "updates": self.updates,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all(),
+        }
+
+    def load_state_dict(self, state):
+        """Continue from what `state_dict` returned, with the learning rates of this run's arguments."""
+        for name, network in self.networks.items():
+            network.load_state_dict(state["networks"][name])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizers"][name]})
+        if self.args.autotune:
+            self.log_alpha.data.copy_(state["log_alpha"])
+        if state["replay"]:
+            self.replay.load_state_dict(state["replay"])
+        self.updates = state["updates"]
+        torch.set_rng_state(state["rng"])
+        torch.cuda.set_rng_state_all(state["cuda_rng"])
+
+
+def turns(frequency, step, num_envs):
+    """How many multiples of `frequency` the last step of all environments reached: those in (step - num_envs, step]."""
+    return step // frequency - (step - num_envs) // frequency
+
+
+def first_to_learn(args, run):
+    """The environment step after which to learn: --learning-starts, but later where an empty buffer is to be filled."""
+    if run.step == 0 or run.learner.replay.stored:
+        return args.learning_starts
+    start = run.step + args.learning_starts
+    note(f"the checkpoint has no replay buffer: it is filled until step {start}, where learning goes on")
+    return start
+
+
+def train(args, on_start=lambda run: None):
+    """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
+    with Run(args) as run:
+        check_replay(args)
+        envs = make_games(args, run.folder)
+        learner = SAC(args, envs, run.device)
+        run.start(envs, learner)
+        learning_starts = first_to_learn(args, run)
+        envs.action_space.seed(args.seed + run.step)
+        obs, _ = envs.reset()
+        learner.replay.begin(obs)
+        on_start(run)
+        while run.unfinished():
+            actions = envs.action_space.sample() if run.step < args.learning_starts else learner.act(obs)
+            obs, rewards, terminated, _, infos = envs.step(actions)
+            learner.replay.store(obs, actions, rewards, terminated, infos["is_reset"])
+            run.advance(infos["raw_rewards"], infos["game_ended"])
+            if run.step > learning_starts:
+                for _ in range(turns(args.update_frequency, run.step, args.num_envs)):
+                    learner.update()
+                if turns(args.target_network_frequency, run.step, args.num_envs):
+                    learner.update_target()
+            if learner.updates and run.step // args.num_envs % LOG_INTERVAL == 0:
+                run.log(learner.losses())
+
+
 class Policy(nn.Module):
-    """What `--evaluate` plays and policy.pt2 holds: the likeliest action, (batch, 4, 84, 84), bytes, to (batch,)."""
+    """What policy.pt2 holds, the mode of the policy: (batch, 4, 84, 84), bytes, to (batch,)."""
 
     def __init__(self, actor):
         super().__init__()
@@ -194,114 +320,28 @@ class Policy(nn.Module):
         return self.actor(obs).argmax(-1)
 
 
-def make_policy(envs, state):
-    """The deterministic policy of a learner's `state_dict`, on the CPU."""
-    actor = AtariNetwork(int(envs.single_action_space.n))
-    actor.load_state_dict(state["networks"]["actor"])
-    return Policy(actor).eval()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# The learner
+# What the algorithm stands on: replay buffer, games
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def make_pool(args, num_envs, seed, **settings):
-    """envpool's games --env-id, stepped in threads; `settings` are envpool's."""
-    try:
-        import envpool
-        from envpool.registration import registry
-    except ImportError as error:
-        refuse("env_id", args.env_id, f"pip install envpool, which has the games ({error})")
-    games = [game for game, (module, *_) in registry.specs.items() if module == "envpool.atari"]
-    if args.env_id not in games:
-        nearest = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
-        refuse("env_id", args.env_id, f"name a game that envpool has, such as {', '.join(nearest)}")
-    seed %= 2**31  # envpool's limit
-    return envpool.make(args.env_id, env_type="gymnasium", num_envs=num_envs, seed=seed, **settings)
-
-
-class AtariEnvs(gym.vector.VectorEnv):
-    """Atari games in envpool. Observations are the newest four frames, (num_envs, 4, 84, 84), in bytes.
-
-    An episode is a life, with rewards of -1, 0 or 1, or with `whole_games` a game with the game's rewards. It starts in
-    the step after the end of the one before: that step ignores its action, so nothing can be learnt from it.
-    """
-
-    def __init__(self, args, num_envs, seed, video_dir=None, whole_games=False):
-        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_fps": 15}
-        self.num_envs = num_envs
-        settings = {"episodic_life": not whole_games, "reward_clip": not whole_games}
-        self.render_mode = "rgb_array" if video_dir else None
-        self.pool = make_pool(args, num_envs, seed, render_mode=self.render_mode, **settings)
-        self.single_observation_space = self.pool.observation_space
-        self.single_action_space = self.pool.action_space
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.ended = np.zeros(num_envs, bool)
-
-    def reset(self, *, seed=None, options=None):
-        """First observations and no infos; the seed was given when this was made."""
-        obs, _ = self.pool.reset()
-        return obs, {}
-
-    def send(self, actions):
-        """Begin a step, which envpool's threads make."""
-        self.pool.send(actions.astype(np.int32))
-
-    def step(self, actions):
-        """As any vector environment, for actions (num_envs,), or None in a step that `send` has begun.
-
-        Infos, each (num_envs,), are raw_rewards: the game's; game_ended: by a game over or its time limit; is_reset:
-        the step has ignored the action and has started an episode.
-        """
-        if actions is not None:
-            self.send(actions)
-        obs, rewards, terminated, truncated, infos = self.pool.recv()
-        game_over = infos["terminated"].astype(bool)
-        game_ended = game_over | truncated
-        terminated = terminated | game_over  # a game over in the last step that is allowed is called truncated
-        truncated = truncated & ~terminated
-        is_reset = self.ended
-        self.ended = terminated | truncated
-        infos = {"raw_rewards": infos["reward"], "game_ended": game_ended, "is_reset": is_reset}
-        return obs, rewards, terminated, truncated, infos
-
-    def render(self):
-        """A frame of each game in colour, as it is on the screen."""
-        return list(self.pool.render(env_ids=np.arange(self.num_envs)))
-
-
-def make_games(args, num_envs, seed, video_dir=None, **settings):
-    """AtariEnvs; `video_dir` receives mp4s of episodes of the first one."""
-    envs = AtariEnvs(args, num_envs, seed, video_dir, **settings)
-    if not video_dir:
-        return envs
-    try:
-        return gym.wrappers.vector.RecordVideo(envs, str(video_dir), record_first_only=True)
-    except OSError as error:
-        refuse("run_dir", args.run_dir, f"name a folder that can be written ({error.strerror})")
-    except gym.error.Error as error:
-        refuse("capture_video", args.capture_video, f"install what is missing: {error}")
 
 
 class FrameReplay:
-    """A replay buffer for observations that are stacks of the newest frames, as Atari's are. Each frame is stored once.
+    """A replay buffer for observations that are stacks of the newest frames. It stores each frame once, in bytes.
 
-    Environments step together, each a stream of frames by itself. There are two rings. `frames` has a row for each step
-    of all environments: the newest frame of every observation that it led to. `transitions` has what can be learnt
-    from, and so no step that started an episode and ignored its action. Those of the newest `size // num_envs` steps
-    are drawn, all with the same probability; `frames` is longer by a stack, so that none of theirs is overwritten.
+    There are two rings. `frames` has a row for each step of all environments: the newest frame of each observation.
+    `transitions` leaves out the steps that reset an environment and ignored the action. `sample` draws from the newest
+    `size // num_envs` steps; `frames` is longer by a stack, so that none of theirs is overwritten.
 
-    Where a game starts, its first frame fills the stack. Where an episode starts in mid-game, because a life was lost,
-    the stack goes on. envpool does so, and `sample` returns the very observations that `store` was given.
+    A game's first frame fills its stack. After a lost life the stack goes on, as in envpool: `sample` returns the very
+    observations that `store` was given.
 
-    Writing and sampling never wait, and all shapes are fixed: a CUDA graph can replay them.
+    Nothing here waits for the device, and all shapes are fixed: CUDA graphs can replay it.
     """
 
-    PIECE = 2**15  # entries of a checkpoint's pieces: 231 MB of Atari's frames
+    PIECE = 2**15  # rows of a checkpoint's pieces: 231 MB of Atari's frames
 
     def __init__(self, size, num_envs, obs_shape, device, storage):
-        """`obs_shape` is (stack, *frame). The buffer is kept on the device `storage`; batches are for `device`."""
+        """`obs_shape` is (stack, *frame). The buffer is on the device `storage`; batches are for `device`."""
         self.num_envs = num_envs
         self.stack, *frame = obs_shape
         self.device = device
@@ -309,31 +349,31 @@ class FrameReplay:
         steps = size // num_envs
         self.size = steps * num_envs
         self.rows = steps + self.stack
-        room = self.size + num_envs  # behind the ring, what nobody reads
+        room = self.size + num_envs  # rows behind the ring take what is not to be stored
         with storage:
             self.frames = torch.empty(self.rows * num_envs, *frame, dtype=torch.uint8)
             self.transitions = {
-                "newest": torch.empty(room, dtype=torch.int64),  # the place of the frame that the step led to
-                "depth": torch.empty(room, dtype=torch.int64),  # how many frames before it belong to its stacks
+                "newest": torch.empty(room, dtype=torch.int64),  # place in `frames` of the next observation's last one
+                "depth": torch.empty(room, dtype=torch.int64),  # number of earlier frames of its game, at most a stack
                 "actions": torch.empty(room, dtype=torch.int64),
                 "rewards": torch.empty(room),
                 "terminated": torch.empty(room),
             }
             self.depth = torch.zeros(num_envs, dtype=torch.int64)  # of the newest frames
-            self.written = torch.zeros(1, dtype=torch.int64)  # steps of all environments ever
-            self.stored = torch.zeros(1, dtype=torch.int64)  # transitions ever
+            self.written = torch.zeros(1, dtype=torch.int64)  # steps of all environments so far
+            self.stored = torch.zeros(1, dtype=torch.int64)  # transitions so far
             self.stored_before = torch.zeros(self.rows, dtype=torch.int64)  # the same, before each row of `frames`
 
     def begin(self, obs):
-        """Write the observations, (num_envs, stack, ...), with which all environments start."""
+        """Store the first observations, (num_envs, stack, ...)."""
         nothing = np.zeros(self.num_envs)
         self.store(obs, nothing, nothing, nothing, is_reset=np.ones(self.num_envs, bool))
 
     def store(self, obs, actions, rewards, terminated, is_reset):
-        """Write what a step of all environments led to, numpy or torch, each (num_envs, ...).
+        """Store a step of all environments; NumPy or torch, (num_envs, ...).
 
-        `obs`, (num_envs, stack, ...), bytes, are the observations after it; where an episode ended, the last ones.
-        `is_reset` says where it started an episode instead, and ignored its action.
+        `obs`, (num_envs, stack, ...), are the observations after the step, where an episode ended its last one.
+        `is_reset` is true where the step reset an environment and ignored the action.
         """
         obs = torch.as_tensor(obs, device=self.storage)
         is_reset = torch.as_tensor(is_reset, device=self.storage)
@@ -356,13 +396,13 @@ class FrameReplay:
         self.written.add_(1)
 
     def sample(self, uniform):
-        """Columns by name of the transitions that `uniform`, (batch,) from [0, 1) in float64, draws from one or more.
+        """Columns by name, (batch, ...), of transitions, one for each number in `uniform`, (batch,), [0, 1), float64.
 
-        obs and next_obs, (batch, stack, ...), are bytes and share memory; actions, rewards and terminated are (batch,).
+        obs and next_obs, (batch, stack, ...), are bytes that share memory.
         """
         oldest = self.stored_before.index_select(0, (self.written + self.stack) % self.rows)
-        drawn = (oldest + (uniform * (self.stored - oldest)).long()) % self.size
-        columns = {name: column.index_select(0, drawn) for name, column in self.transitions.items()}
+        place = (oldest + (uniform * (self.stored - oldest)).long()) % self.size
+        columns = {name: column.index_select(0, place) for name, column in self.transitions.items()}
         back = torch.arange(self.stack, -1, -1, device=self.storage)
         steps_back = torch.minimum(back, columns.pop("depth")[:, None])
         places = (columns.pop("newest")[:, None] - steps_back * self.num_envs) % len(self.frames)
@@ -371,297 +411,155 @@ class FrameReplay:
         frames = columns.pop("frames")
         return columns | {"obs": frames[:, :-1], "next_obs": frames[:, 1:]}
 
-    def tensors(self, written, stored):
-        """By name, all that is in the buffer after so many steps and transitions."""
+    def filled(self, written, stored):
+        """The tensors by name, as far as they are filled after so many steps and transitions."""
         rows = min(written, self.rows)
-        filled = {name: column[: min(stored, self.size)] for name, column in self.transitions.items()}
-        filled |= {"frames": self.frames[: rows * self.num_envs], "stored_before": self.stored_before[:rows]}
-        return filled | {"newest_depth": self.depth, "written": self.written, "stored": self.stored}
-
-    def nbytes(self):
-        """The memory that it takes when it is full, in bytes."""
-        return sum(tensor.nbytes for tensor in self.tensors(self.rows, self.size).values())
+        tensors = {name: column[: min(stored, self.size)] for name, column in self.transitions.items()}
+        tensors |= {"frames": self.frames[: rows * self.num_envs], "stored_before": self.stored_before[:rows]}
+        return tensors | {"newest_depth": self.depth, "written": self.written, "stored": self.stored}
 
     def state_dict(self):
-        """What is filled, by name, in pieces that share its memory: torch.save writes them without a copy of it all.
+        """What is stored, by name, in pieces that share its memory: a checkpoint needs no copy of it all.
 
-        `from_dlpack` makes a storage of each. Of a view torch.save would write all the memory that is behind it.
+        `from_dlpack` gives each piece a storage of its own: of a view torch.save would write the whole tensor.
         """
-        filled = self.tensors(int(self.written), int(self.stored))
-        return {name: [torch.from_dlpack(x) for x in tensor.split(self.PIECE)] for name, tensor in filled.items()}
+        tensors = self.filled(int(self.written), int(self.stored))
+        return {name: [torch.from_dlpack(x) for x in tensor.split(self.PIECE)] for name, tensor in tensors.items()}
 
     def load_state_dict(self, state):
-        """Take over what `state_dict` returned."""
-        filled = self.tensors(*[int(state[name][0]) for name in ("written", "stored")])
-        for name, tensor in filled.items():
+        """Continue from what `state_dict` returned."""
+        tensors = self.filled(int(state["written"][0]), int(state["stored"][0]))
+        for name, tensor in tensors.items():
             for target, piece in zip(tensor.split(self.PIECE), state[name], strict=True):
                 target.copy_(piece)
 
 
 def make_replay(args, envs, device):
-    """A FrameReplay on `device` if it fits there, else in the host's memory; refuses one that is too large for both."""
-    if args.buffer_size < 2 * args.num_envs:  # every second step may start an episode
+    """A FrameReplay on `device` if it fits there, else in the host's memory."""
+    if args.buffer_size < 2 * args.num_envs:  # every second step may be a reset
         refuse("buffer_size", args.buffer_size, f"give at least 2 * --num-envs, {2 * args.num_envs}")
-    shape = envs.single_observation_space.shape
-    make = partial(FrameReplay, args.buffer_size, args.num_envs, shape, device)
-    needed = make(storage=torch.device("meta")).nbytes()
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        if needed <= MEMORY_SHARE * free:
-            return make(storage=device)
-    room = MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    size = f"it takes {needed / 1e9:.1f} GB"
-    if needed > room:
-        most = int(room / needed * args.buffer_size)
-        refuse("buffer_size", args.buffer_size, f"give at most {most}: {size} of {room / 1e9:.1f}")
-    if device.type == "cuda":
-        print(f"note: the replay buffer is in the host's memory: {size}, more than the device has", file=sys.stderr)
-    return make(storage=torch.device("cpu"))
+    obs_shape = envs.single_observation_space.shape
+    bytes_each = math.prod(obs_shape[1:]) + 40  # a frame, and a row of the other tensors
+    storage = device
+    if device.type == "cuda" and args.buffer_size * bytes_each > 0.9 * torch.cuda.mem_get_info(device)[0]:
+        note("the replay buffer is in the host's memory, since the device has too little")
+        storage = torch.device("cpu")
+    if storage.type == "cpu":
+        require_memory(args, "buffer_size", bytes_each)
+    return FrameReplay(args.buffer_size, args.num_envs, obs_shape, device, storage)
 
 
-def load_optimizer(optimizer, state):
-    """Load an optimiser's state dict, but keep its learning rates: those of the arguments."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+class AtariEnvs(gym.vector.VectorEnv):
+    """Atari games. Observations are the last four frames, (num_envs, 4, 84, 84), uint8.
 
-
-class SAC:
-    """The learner: networks, optimisers and replay buffer."""
-
-    def __init__(self, args, envs, device):
-        self.args = args
-        self.device = device
-        self.compile = False
-        self.cudagraphs = False
-        num_actions = int(envs.single_action_space.n)
-        self.target_entropy = args.target_entropy_scale * math.log(num_actions)
-        with device:
-            self.actor = AtariNetwork(num_actions)
-            if args.init_entropy == "max":
-                nn.init.zeros_(self.actor.net[-1].weight)
-            self.critics = nn.ModuleList([AtariNetwork(num_actions) for _ in range(NUM_CRITICS)])
-            self.target_critics = copy.deepcopy(self.critics)
-            self.log_alpha = torch.tensor(1.0 if args.autotune else args.alpha).log().requires_grad_()
-        self.optimizers = {
-            "actor": torch.optim.Adam(self.actor.parameters(), lr=args.policy_lr, eps=ADAM_EPS),
-            "critics": torch.optim.Adam(self.critics.parameters(), lr=args.q_lr, eps=ADAM_EPS),
-            "alpha": torch.optim.Adam([self.log_alpha], lr=args.q_lr, eps=ADAM_EPS),
-        }
-        self.replay = make_replay(args, envs, device)
-        self.updates = 0
-        self.last_losses = {}
-
-    @torch.no_grad()
-    def act(self, obs):
-        """Sampled actions, (num_envs,), for `obs`, (num_envs, 4, 84, 84); both numpy."""
-        probs = self.actor(torch.as_tensor(obs, device=self.device)).softmax(-1)
-        return probs.multinomial(1).squeeze(-1).cpu().numpy()
-
-    def uniform(self):
-        """Numbers from [0, 1) that choose a batch's transitions; float32 would skip some of a million."""
-        return torch.rand(self.args.batch_size, dtype=torch.float64, device=self.replay.storage)
-
-    def update(self):
-        """One step on the critics, on actor and temperature."""
-        batch = self.replay.sample(self.uniform())
-        self.update_critics(batch)
-        self.update_actor(batch["obs"])
-        self.updates += 1
-
-    def update_critics(self, batch):
-        """One step on the critics, with the values of next states by equation 10."""
-        next_obs = batch["next_obs"]
-        with torch.no_grad():
-            next_log_probs = self.actor(next_obs).log_softmax(-1)
-            next_q = torch.stack([critic(next_obs) for critic in self.target_critics]).amin(0)
-            next_v = (next_log_probs.exp() * (next_q - self.log_alpha.exp() * next_log_probs)).sum(-1)
-            target = batch["rewards"] + (1 - batch["terminated"]) * self.args.gamma * next_v
-        actions = batch["actions"][:, None]
-        q = torch.stack([critic(batch["obs"]).gather(-1, actions).squeeze(-1) for critic in self.critics])
-        loss = (q - target).square().mean(-1).sum()
-        self.optimizers["critics"].zero_grad()
-        loss.backward()
-        self.optimizers["critics"].step()
-        self.last_losses |= {f"qf{i + 1}_values": values for i, values in enumerate(q.detach().mean(-1))}
-        self.last_losses["qf_loss"] = loss.detach()
-
-    def update_actor(self, obs):
-        """One step on the actor (equation 12), then one on the temperature (equation 11)."""
-        with torch.no_grad():
-            q = torch.stack([critic(obs) for critic in self.critics]).amin(0)
-        log_probs = self.actor(obs).log_softmax(-1)
-        probs = log_probs.exp()
-        loss = (probs * (self.log_alpha.exp().detach() * log_probs - q)).sum(-1).mean()
-        self.optimizers["actor"].zero_grad()
-        loss.backward()
-        self.optimizers["actor"].step()
-        entropy = -(probs * log_probs).sum(-1).mean().detach()
-        self.last_losses |= {"actor_loss": loss.detach(), "entropy": entropy}
-        if self.args.autotune:
-            alpha_loss = self.log_alpha.exp() * (entropy - self.target_entropy)
-            self.optimizers["alpha"].zero_grad()
-            alpha_loss.backward()
-            self.optimizers["alpha"].step()
-            self.last_losses["alpha_loss"] = alpha_loss.detach()
-        self.last_losses["alpha"] = self.log_alpha.exp().detach()
-
-    def update_target(self):
-        """Move the target networks by `tau` towards the critics: with 1, copy them."""
-        for weights, moved in zip(self.critics.parameters(), self.target_critics.parameters(), strict=True):
-            moved.data.lerp_(weights.data, self.args.tau)
-
-    def losses(self):
-        """The last update's losses by name."""
-        return {name: value.item() for name, value in self.last_losses.items()}
-
-    def networks(self):
-        """The networks by name."""
-        return {"actor": self.actor, "critics": self.critics, "target_critics": self.target_critics}
-
-    def state_dict(self):
-        """All that `load_state_dict` needs to continue bit by bit, random numbers included; it shares memory."""
-        return {
-            "networks": {name: network.state_dict() for name, network in self.networks().items()},
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
-            "log_alpha": self.log_alpha.detach(),
-            "replay": self.replay.state_dict() if self.args.checkpoint_replay else {},
-            "updates": self.updates,
-        } | rng_state(self.device)
-
-    def load_state_dict(self, state):
-        """Become the learner that `state` was taken from, with this one's learning rates."""
-        for name, network in self.networks().items():
-            network.load_state_dict(state["networks"][name])
-        for name, optimizer in self.optimizers.items():
-            load_optimizer(optimizer, state["optimizers"][name])
-        if self.args.autotune:
-            self.log_alpha.data.copy_(state["log_alpha"])
-        if state["replay"]:
-            self.replay.load_state_dict(state["replay"])
-        self.updates = state["updates"]
-        set_rng_state(state, self.device)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Training and evaluation
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def turns(frequency, step, num_envs):
-    """How many multiples of `frequency` the last vector step has reached: those in (step - num_envs, step]."""
-    return step // frequency - (step - num_envs) // frequency
-
-
-def first_to_learn(args, replay, step):
-    """The environment step after which to learn: --learning-starts, or as many more to refill an empty buffer."""
-    if step == 0 or replay.stored:
-        return args.learning_starts
-    start = step + args.learning_starts
-    print(f"note: the checkpoint has no replay buffer; it is filled first, until step {start}", file=sys.stderr)
-    return start
-
-
-def train(args, on_log=lambda learner, losses, step: None, on_start=lambda run: None):
-    """Train; SystemExit(2) on bad arguments, (130) on Ctrl-C.
-
-    For tools: `on_start(run)` is called once, `on_log(learner, losses, step)` before each log.
+    An episode is a life, with rewards of -1, 0 or 1. It starts in the step after the end of the one before: that step
+    ignores its action, so nothing can be learned from it.
     """
-    device = prepare(args)
-    checkpoint = load_resumed(args)
-    step = checkpoint["global_step"]
-    folder = run_folder(args)
-    envs = make_games(args, args.num_envs, args.seed + step, folder / "videos" if args.capture_video else None)
-    obs, _ = envs.reset()
-    envs.action_space.seed(args.seed + step)
-    learner = SAC(args, envs, device)
-    restore(args, learner, checkpoint)
-    learning_starts = first_to_learn(args, learner.replay, step)
-    learner.replay.begin(obs)
-    with Run(args, learner, envs, folder, checkpoint) as run:
-        on_start(run)
-        while step < args.total_timesteps and not run.stop:
-            actions = envs.action_space.sample() if step < args.learning_starts else learner.act(obs)
-            obs, rewards, terminated, _, infos = envs.step(actions)
-            learner.replay.store(obs, actions, rewards, terminated, infos["is_reset"])
-            step += args.num_envs
-            learning = step > learning_starts
-            run.advance(step, infos["raw_rewards"], infos["game_ended"], "training" if learning else "exploring")
-            if learning:
-                for _ in range(turns(args.update_frequency, step, args.num_envs)):
-                    learner.update()
-                if turns(args.target_network_frequency, step, args.num_envs):
-                    learner.update_target()
-            if learner.updates and step // args.num_envs % LOG_INTERVAL == 0:
-                losses = learner.losses()
-                on_log(learner, losses, step)
-                run.log(losses)
-            if args.checkpoint_interval and step % args.checkpoint_interval < args.num_envs:
-                run.save()
+
+    def __init__(self, args, seed):
+        self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_fps": 15}
+        self.render_mode = "rgb_array"
+        self.num_envs = args.num_envs
+        self.pool = make_pool(args, seed)
+        self.single_observation_space = self.pool.observation_space
+        self.single_action_space = self.pool.action_space
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.ended = np.zeros(self.num_envs, bool)
+
+    def reset(self, *, seed=None, options=None):
+        """The first observations and no infos; envpool takes its seed in `__init__`."""
+        obs, _ = self.pool.reset()
+        return obs, {}
+
+    def step(self, actions):
+        """Like any vector environment. Infos, (num_envs,) each, are:
+
+        `raw_rewards`, those of the game; `game_ended`, where a game is over or at its time limit; `is_reset`, where the
+        step ignored its action and started an episode.
+        """
+        obs, rewards, terminated, truncated, infos = self.pool.step(actions.astype(np.int32))
+        game_over = infos["terminated"].astype(bool)
+        game_ended = game_over | truncated
+        terminated = terminated | game_over  # envpool calls a game over in the last step before the limit truncated
+        truncated = truncated & ~terminated
+        is_reset = self.ended
+        self.ended = terminated | truncated
+        infos = {"raw_rewards": infos["reward"], "game_ended": game_ended, "is_reset": is_reset}
+        return obs, rewards, terminated, truncated, infos
+
+    def render(self):
+        """The screen of each game, in color."""
+        return list(self.pool.render(env_ids=np.arange(self.num_envs)))
 
 
-def evaluation_envs(args, video_dir=None):
-    """One game to play to its end, for its own rewards; `video_dir` receives mp4s."""
-    return make_games(args, 1, args.seed, video_dir, whole_games=True)
+def make_pool(args, seed):
+    """`num_envs` games in envpool, which steps them in threads."""
+    try:
+        import envpool
+        from envpool.registration import registry
+    except ImportError as error:
+        refuse("env_id", args.env_id, f"pip install envpool, which has the games ({one_line(error)})")
+    games = [game for game, (module, *_) in registry.specs.items() if module == "envpool.atari"]
+    if args.env_id not in games:
+        nearest = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
+        refuse("env_id", args.env_id, f"name a game that envpool has, such as {', '.join(nearest)}")
+    require_memory(args, "num_envs", bytes_each=1_300_000)
+    return envpool.make(
+        args.env_id,
+        env_type="gymnasium",
+        num_envs=args.num_envs,
+        seed=seed % 2**31,  # envpool's limit
+        episodic_life=True,
+        reward_clip=True,
+        render_mode="rgb_array" if args.capture_video else None,
+    )
 
 
-def evaluate(args):
-    """Print mean and standard deviation of the return of a checkpoint's deterministic policy over whole episodes."""
-    check_args(args)
-    checkpoint = load_checkpoint("evaluate", args)
-    require_structure("evaluate", args, checkpoint)
-    envs = evaluation_envs(args, run_folder(args) / "videos" if args.capture_video else None)
-    policy = load_fitting("evaluate", args, make_policy, envs, checkpoint["learner"])
-    obs, _ = envs.reset(seed=args.seed)
-    returns = []
-    total = 0.0
-    while len(returns) < args.eval_episodes:
-        with torch.no_grad():
-            actions = policy(policy_input(obs)).numpy()
-        obs, rewards, terminated, truncated, _ = envs.step(actions)
-        total += rewards[0]
-        if terminated[0] or truncated[0]:
-            returns.append(total)
-            total = 0.0
-    envs.close()
-    print(f"{len(returns)} episodes: mean return {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}")
+def make_games(args, folder):
+    """`num_envs` games that step together; videos of the first one go to `folder`."""
+    seed = args.seed
+    if args.resume is not None:
+        seed += load_checkpoint(args).get("global_step", 0)
+    envs = AtariEnvs(args, seed)
+    if args.capture_video:
+        try:
+            return gym.wrappers.vector.RecordVideo(envs, str(folder / "videos"), record_first_only=True)
+        except Exception as error:
+            refuse("capture_video", True, f"games cannot be recorded here: {one_line(error)}")
+    return envs
+
+
+def check_replay(args):
+    """Refuse sizes that do not fit together."""
+    if args.buffer_size < args.num_envs:
+        refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
+    if args.batch_size > args.buffer_size:
+        refuse("batch_size", args.batch_size, f"give at most --buffer-size, {args.buffer_size}")
+    if args.learning_starts >= args.total_timesteps:
+        note(f"--learning-starts {args.learning_starts} is not before the end of the run: nothing will be learned")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The shell: command line, environments, checkpoints, the run's folder. From here on every script has the same text,
-# also where one has no use for a part of it.
+# The run: command line, folder, logs, checkpoints. Nothing here knows the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def main():
-    """Do what the command line says; with --resume, --evaluate or --export, a checkpoint's flags are the defaults."""
-    args = parse_args(Args())
-    given = [name for name in ("resume", "evaluate", "export") if getattr(args, name)]
-    if len(given) > 1:
-        refuse(given[0], getattr(args, given[0]), f"leave out --{given[1]}")
-    for name in given:
-        saved = load_checkpoint(name, args)["args"]
-        known = {flag: value for flag, value in saved.items() if flag in vars(args)}
-        not_saved = {"resume": None, "evaluate": None, "export": None, "capture_video": False}
-        args = parse_args(Args(**known | not_saved))
-    if args.evaluate:
-        evaluate(args)
-    elif args.export:
-        export_checkpoint(args)
-    else:
-        train(args)
+def parse_args():
+    """The command line; with --resume, the checkpoint's flags are the defaults."""
+    args = tyro.cli(Args, description=__doc__)
+    if args.resume is None:
+        return args
+    saved = load_checkpoint(args)["args"]
+    defaults = {name: value for name, value in saved.items() if name in vars(args)}
+    if len(defaults) < len(saved):
+        note(f"ignoring flags of the checkpoint that this script lacks: {', '.join(saved.keys() - defaults.keys())}")
+    return tyro.cli(Args, default=Args(**defaults), description=__doc__)
 
 
-def parse_args(default):
-    """Args from the command line, by `default` where it is silent; -h lists the flags under the classes of Args."""
-    groups = []
-    for group in reversed(Args.__bases__):
-        values = group(**{flag.name: getattr(default, flag.name) for flag in fields(group)})
-        title = group.__name__.removesuffix("Args").lower()
-        groups.append((title, group, field(default_factory=partial(replace, values))))
-    flags = tyro.cli(make_dataclass("Flags", groups), description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
-    return Args(**{name: value for group in vars(flags).values() for name, value in vars(group).items()})
+def note(text):
+    """Tell the user, if anybody reads stderr."""
+    with suppress(OSError):
+        print(f"note: {text}", file=sys.stderr)
 
 
 def refuse(name, value, remedy):
@@ -670,413 +568,278 @@ def refuse(name, value, remedy):
     raise SystemExit(2)
 
 
-def check_args(args):
-    """Refuse numbers outside of LIMITS."""
-    for name, (low, high) in LIMITS.items():
-        value = getattr(args, name)
-        if value is not None and not low <= value <= high:
-            refuse(name, value, f"give a number from {low} to {high:g}")
-    if getattr(args, "buffer_size", args.num_envs) < args.num_envs:
-        refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
-    for name in ("compile_mode", "critic_compile_mode"):
-        check_compile_mode(args, name, getattr(args, name, None) or "default")
+def one_line(error):
+    """What an error says, in one line."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 400)
 
 
-GRAPH_MODES = ("reduce-overhead", "max-autotune")  # they make CUDA graphs of their own
-
-
-def check_compile_mode(args, name, mode):
-    """Refuse a mode without --compile, and one with CUDA graphs of its own inside of --cudagraphs."""
-    if mode != "default" and not args.compile:
-        refuse(name, mode, f"give --compile too, or --{name.replace('_', '-')} default")
-    if mode in GRAPH_MODES and args.cudagraphs:
-        refuse(name, mode, "it makes CUDA graphs of its own; leave out --cudagraphs, or give another mode")
+def require_memory(args, name, bytes_each):
+    """Refuse a number of things, argument `name`, that does not fit into memory."""
+    if not hasattr(os, "sysconf"):  # on Windows
+        return
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
+    if getattr(args, name) * bytes_each > room:
+        refuse(name, getattr(args, name), f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
 
 
 def prepare(args):
-    """Check the arguments of a run, seed numpy and torch, and return the device to compute on."""
-    check_args(args)
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    if getattr(args, "cudagraphs", False) and device.type != "cuda":
-        print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
-    for name in ("compile_mode", "critic_compile_mode"):
-        mode = getattr(args, name, None)
-        if mode in GRAPH_MODES and device.type != "cuda":
-            flag = f"--{name.replace('_', '-')} {mode}"
-            print(f"warning: CUDA graphs of {flag} need a CUDA device; running without", file=sys.stderr)
-    compiler = os.environ.get("CXX", "g++") if device.type == "cpu" else os.environ.get("CC", "gcc")
-    if getattr(args, "compile", False) and not shutil.which(compiler):
-        refuse("compile", args.compile, f"install {compiler}, which torch.compile calls, or give --no-compile")
-    if args.track:
-        require_wandb(args)
-    logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
+    """Check the arguments, seed NumPy and torch, and return the device."""
+    for name, value in vars(args).items():
+        low = 1 if name in AT_LEAST_ONE else 1e-12 if name in POSITIVE else 0
+        high = 1 if name in AT_MOST_ONE else 1e12
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            refuse(name, value, f"give a number from {low} to {high}")
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
     np.random.seed(args.seed)
-    return device
+    torch.manual_seed(args.seed)
+    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
 
-def require_wandb(args):
-    """Refuse --track where wandb is missing or would ask for a login in the middle of a run."""
+def load_checkpoint(args):
+    """What `Run.save` wrote to the folder or file in --resume, on the CPU."""
+    path = Path(args.resume)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
     try:
-        import wandb
-    except ImportError:
-        refuse("track", args.track, "pip install wandb, or give --no-track")
-    offline = os.environ.get("WANDB_MODE", "online") != "online"
-    if not offline and not wandb.login(prompt=False, timeout=10):
-        refuse("track", args.track, "run `wandb login` first, or set WANDB_MODE=offline")
-
-
-def require_memory(args, device, envs):
-    """Refuse a replay buffer that does not fit the device, or whose copy in a checkpoint would not fit the host."""
-    spaces = (envs.single_observation_space, envs.single_observation_space, envs.single_action_space)
-    row_bytes = 4 * (sum(math.prod(space.shape) for space in spaces) + 2)
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    room = host // 2  # for the buffer and its copy
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        room = min(free, host)
-    if args.buffer_size * row_bytes > room:
-        remedy = f"give at most {room // row_bytes}: a transition takes {row_bytes} bytes of {room / 1e9:.0f} GB"
-        refuse("buffer_size", args.buffer_size, remedy)
-
-
-def make_envs(args, num_envs, video_dir=None):
-    """Make `num_envs` copies of the environment that step together; `video_dir` receives mp4s of the first one."""
-
-    def make_env(video):
-        env = gym.make(args.env_id, **{"render_mode": "rgb_array"} if video else {})
-        if not isinstance(env.observation_space, gym.spaces.Box) and can_be_a_vector(env.observation_space):
-            env = gym.wrappers.FlattenObservation(env)
-        return gym.wrappers.RecordVideo(env, str(video_dir), disable_logger=True) if video else env
-
-    try:
-        thunks = [partial(make_env, video_dir is not None and i == 0) for i in range(num_envs)]
-        envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)  # true last obs in infos["final_obs"]
-    except OSError as error:
-        refuse("run_dir", args.run_dir, f"name a folder that can be written ({error.strerror})")
-    except (gym.error.Error, ImportError) as error:
-        name = "capture_video" if video_dir is not None and args.env_id in gym.registry else "env_id"
-        refuse(name, getattr(args, name), f"correct the name or install what is missing: {error}".splitlines()[0])
-    original = envs.envs[0].unwrapped.observation_space
-    if not isinstance(original, gym.spaces.Box) and isinstance(envs.single_observation_space, gym.spaces.Box):
-        width = envs.single_observation_space.shape[0]
-        print(f"note: observations are flattened to vectors of {width} numbers from {original}", file=sys.stderr)
-    return envs
-
-
-def can_be_a_vector(space):
-    """Whether a space of observations can be flattened without taking an image or a matrix apart."""
-    if isinstance(space, gym.spaces.Dict):
-        return all(can_be_a_vector(part) for part in space.values())
-    if isinstance(space, gym.spaces.Tuple):
-        return all(can_be_a_vector(part) for part in space)
-    if isinstance(space, gym.spaces.Box):
-        return len(space.shape) <= 1
-    return isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary))
-
-
-def require_spaces(args, envs, action_kind):
-    """Refuse environments without vector observations, or whose actions are not `action_kind`, Box or Discrete."""
-    observations, actions = envs.single_observation_space, envs.single_action_space
-    if not isinstance(observations, gym.spaces.Box) or len(observations.shape) != 1:
-        refuse("env_id", args.env_id, f"choose an environment whose observations are vectors, not {observations}")
-    if not isinstance(actions, action_kind):
-        refuse("env_id", args.env_id, f"choose an environment with {action_kind.__name__} actions, not {actions}")
-    if isinstance(actions, gym.spaces.Discrete) and actions.start != 0:
-        refuse("env_id", args.env_id, f"choose an environment whose actions count from 0, not {actions}")
-    if isinstance(actions, gym.spaces.Box) and not (len(actions.shape) == 1 and actions.is_bounded()):
-        refuse("env_id", args.env_id, f"choose an environment whose actions are bounded vectors, not {actions}")
-
-
-def checkpoint_path(path):
-    """The checkpoint in a run's folder, or the file itself."""
-    return Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
-
-
-def load_checkpoint(name, args):
-    """Read what `Run.save` wrote, onto the CPU, from the file or folder in argument `name`; refuse another script's."""
-    given = getattr(args, name)
-    try:
-        checkpoint = torch.load(checkpoint_path(given), map_location="cpu", weights_only=True, mmap=True)
-        script = checkpoint["script"]
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        refuse(name, given, f"give the intact checkpoint.pt of a run ({type(error).__name__} on reading this)")
-    if script != SCRIPT:
-        refuse(name, given, f"it is from {script}.py; use it with that")
-    return checkpoint
+        refuse("resume", args.resume, f"give the folder of a run with an intact checkpoint.pt ({one_line(error)})")
 
 
-def require_structure(name, args, checkpoint):
-    """Refuse flags that differ from those of the checkpoint in argument `name` where it could not be used."""
-    for flag in STRUCTURAL:
-        value, saved = getattr(args, flag), checkpoint["args"][flag]
-        if value != saved:
-            refuse(flag, value, f"the checkpoint in --{name} has {saved}, which cannot be changed; leave this out")
-
-
-def load_resumed(args):
-    """The checkpoint in --resume, or what stands for one in a new run."""
-    if not args.resume:
-        return {"global_step": 0, "episodes": 0, "returns": [], "learner": None}
-    checkpoint = load_checkpoint("resume", args)
-    require_structure("resume", args, checkpoint)
-    step = checkpoint["global_step"]
-    if step >= args.total_timesteps:
-        refuse("total_timesteps", args.total_timesteps, f"the checkpoint is at step {step}; give more than that")
-    return checkpoint
-
-
-def restore(args, learner, checkpoint):
-    """Give the learner the state in the checkpoint of --resume, if there is one."""
-    if checkpoint["learner"]:
-        load_fitting("resume", args, learner.load_state_dict, checkpoint.pop("learner"))
-
-
-def load_fitting(name, args, load, *inputs):
-    """`load(*inputs)`, with one line where the checkpoint in argument `name` has other networks than this script."""
+def replace_file(path, write):
+    """Replace the file at `path` by what `write(file)` writes, once it is whole: a crash leaves the old or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        return load(*inputs)
-    except (KeyError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        refuse(name, getattr(args, name), f"it does not fit the networks of this script: {reason}")
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"could not write {path}: is the disk full?") from error
 
 
-def rng_state(device):
-    """The states of torch's random number generators."""
-    cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng}
+def has_nan(state):
+    """Whether any tensor in nested dictionaries holds a NaN."""
+    tensors = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    return any(tensor.isnan().any() for tensor in tensors)
 
 
-def set_rng_state(state, device):
-    """Put torch's random number generators into states that `rng_state` returned."""
-    torch.set_rng_state(state["rng"])
-    if device.type == "cuda" and state["cuda_rng"] is not None:
-        torch.cuda.set_rng_state(state["cuda_rng"], device)
+class ProgressBar(tqdm):
+    """A progress bar that does without stderr where that is closed or full."""
 
-
-def policy_input(obs):
-    """Observations, numpy, (batch, ...), as policies take them: images in bytes, vectors in float32."""
-    return torch.as_tensor(obs, dtype=torch.uint8 if obs.ndim > 2 else torch.float32)
-
-
-def example_input(envs):
-    """Two observations, all zeros, as policies take them."""
-    return policy_input(np.zeros((2, *envs.single_observation_space.shape)))
-
-
-def export_policy(policy, envs, path):
-    """Write a policy as a torch.export program, (batch, ...) to actions in the environment's units."""
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(policy, (example_input(envs),), dynamic_shapes=({0: batch},))
-    torch.export.save(program, path)
-
-
-def export_checkpoint(args):
-    """Write policy.pt2 beside the checkpoint in --export."""
-    checkpoint = load_checkpoint("export", args)
-    require_structure("export", args, checkpoint)
-    envs = evaluation_envs(args)
-    path = checkpoint_path(args.export).with_name("policy.pt2")
-    policy = load_fitting("export", args, make_policy, envs, checkpoint["learner"])
-    export_policy(policy, envs, path)
-    envs.close()
-    print(path)
-
-
-def run_folder(args):
-    """The name of a new run's folder, which does not exist yet."""
-    return Path(args.run_dir) / f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time_ns()}".replace("/", "_")
-
-
-class NotFinite(FloatingPointError):
-    """A loss is infinite or NaN, or a network holds a NaN."""
+    def display(self, *args, **kwargs):
+        with suppress(OSError):
+            super().display(*args, **kwargs)
 
 
 class Run:
-    """A run from outside: folder (config, events, checkpoint, policy, summary), episodes, progress bar, clock, Ctrl-C.
+    """A run's folder, logs, checkpoints and end: the context of a training loop.
 
-    Used as a context. At its end all is closed; checkpoint, policy and summary are written unless an error was the end.
+    Ctrl-C and SIGTERM end the loop before its next step. However it ends, checkpoint, policy and summary are written.
+    A run that ends before `start` leaves nothing behind.
     """
 
-    def __init__(self, args, learner, envs, folder, checkpoint):
+    def __init__(self, args):
         self.args = args
-        self.learner = learner
-        self.envs = envs
-        self.folder = folder
-        self.step = self.first_step = checkpoint["global_step"]
-        self.episodes = checkpoint["episodes"]
-        self.last_returns = checkpoint["returns"]  # of the last 20 episodes
-        self.facts = {}  # what tools add to the progress bar and to the summary
-        self.returns = np.zeros(args.num_envs)  # so far, of the episodes under way
-        self.begins = [self.first_step] * args.num_envs
-        self.stop = False
-        self.stage = None
-        self.start = time.perf_counter()
-        self.warm_step = None
-        self.steady = None  # step and time at which the speed measurement begins
-        with torch.random.fork_rng(devices=[]), torch.no_grad():  # an edit that the policy lacks fails now
-            make_policy(envs, learner.state_dict())(example_input(envs))
+        self.device = prepare(args)
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+        self.folder = Path(args.run_dir) / name.replace("/", "_")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True)
         except OSError as error:
-            refuse("run_dir", args.run_dir, f"name a folder that can be written ({error.strerror})")
-        packages = [p for p in ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy") if p in sys.modules]
-        self.versions = {"python": sys.version.split()[0]} | {p: sys.modules[p].__version__ for p in packages}
-        on_cuda = learner.device.type == "cuda"
-        self.device_name = torch.cuda.get_device_name(learner.device) if on_cuda else "cpu"
-        self.write_config()
-        if args.track:
-            self.track()
-        self.writer = SummaryWriter(folder)
-        self.bar = tqdm(total=args.total_timesteps, initial=self.first_step, unit="step", dynamic_ncols=True)
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({one_line(error)})")
+        self.step = 0
+        self.episodes = 0
+        self.last_returns = []  # of the last 20 episodes
+        self.steady = None  # step and time when warm-up ended
+        self.signal = None
+        self.bar = None
 
-    def write_config(self):
-        """Write config.json: every argument, versions, machine, commit."""
-        command, here = "git rev-parse HEAD", Path(__file__).parent
-        git = subprocess.run(command, shell=True, cwd=here, capture_output=True, text=True)
-        machine = {"device": self.device_name, "cores": os.cpu_count(), "git_commit": git.stdout.strip() or None}
-        config = vars(self.args) | {"versions": self.versions} | machine
-        (self.folder / "config.json").write_text(json.dumps(config, indent=2))
+    def start(self, envs, learner):
+        """Restore the learner if the run is resumed, and begin to log."""
+        self.envs = envs
+        self.learner = learner
+        if self.args.resume is not None:
+            self.restore()
+        self.log_step = self.saved_step = self.step
+        self.returns = np.zeros(self.args.num_envs)  # of the episodes under way
+        self.lengths = np.zeros(self.args.num_envs, int)
+        space = envs.single_observation_space
+        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if space.dtype == np.uint8 else torch.float32)
+        with torch.no_grad():
+            learner.policy()(self.example)  # an edit that the policy lacks fails now, not at the end
+        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
+        versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
+        self.config = {"compile": False, "cudagraphs": False} | vars(self.args)
+        self.config |= {
+            "script": Path(__file__).stem,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "cores": os.cpu_count(),
+            "versions": versions | {"python": platform.python_version()},
+        }
+        (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
+        shutil.copy(__file__, self.folder)
+        if self.args.track:
+            self.track()
+        self.writer = SummaryWriter(self.folder)
+        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
+        self.bar.set_description("compiling" if self.config["compile"] else "warming up")
+        self.start_time = self.log_time = time.perf_counter()
+
+    def restore(self):
+        """Continue from the checkpoint in --resume."""
+        checkpoint = load_checkpoint(self.args)
+        try:
+            for name in FIXED:
+                value, saved = getattr(self.args, name), checkpoint["args"][name]
+                if value != saved:
+                    refuse(name, value, f"leave it out: the checkpoint has {saved}")
+            self.learner.load_state_dict(checkpoint["learner"])
+            self.step = checkpoint["global_step"]
+            self.episodes = checkpoint["episodes"]
+            self.last_returns = checkpoint["returns"]
+        except (KeyError, RuntimeError, ValueError) as error:
+            refuse("resume", self.args.resume, f"the checkpoint does not fit this script: {one_line(error)}")
+        if self.step >= self.args.total_timesteps:
+            refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def track(self):
-        """Begin a wandb run that copies the TensorBoard events."""
-        import wandb
-
-        names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity, "name": self.folder.name}
+        """Copy the TensorBoard events to Weights & Biases."""
         try:
-            wandb.init(**names, config=vars(self.args), dir=self.folder, sync_tensorboard=True)
-        except wandb.errors.Error as error:
-            shutil.rmtree(self.folder)
-            refuse("track", self.args.track, f"set WANDB_MODE=offline, or mend this: {error}".splitlines()[0])
+            import wandb
+
+            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity}
+            wandb.init(**names, name=self.folder.name, dir=self.folder, config=self.config, sync_tensorboard=True)
+        except Exception as error:
+            refuse("track", True, f"pip install wandb and `wandb login`, or WANDB_MODE=offline ({one_line(error)})")
 
     def __enter__(self):
-        self.previous_handler = signal.signal(signal.SIGINT, self.on_interrupt)
+        signals = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
+        heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in heard}
         return self
 
-    def on_interrupt(self, signum, frame):
-        self.stop = True  # once the step in flight is done; a second Ctrl-C interrupts at once
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def on_signal(self, number, frame):
+        """End the loop. A second signal interrupts at once, unless it comes with the first, as from a wrapper."""
+        if self.signal is None:
+            self.signal = number
+            self.signal_time = time.perf_counter()
+        elif time.perf_counter() > self.signal_time + 1:
+            raise KeyboardInterrupt
 
-    def __exit__(self, kind, error, traceback):
-        """End the run; SystemExit(130) after Ctrl-C, (1) where numbers were no longer finite. Other errors go on."""
-        compiling = self.learner.compile and (self.stage is None or "compiling" in self.stage)
-        killed_compiler = self.stop and compiling and isinstance(error, Exception)
-        try:
-            if killed_compiler:  # Ctrl-C reaches the C++ compiler too
-                print(f"note: stopped while compiling: {type(error).__name__}", file=sys.stderr)
-                error = None
-            if error is None:
-                self.finish()
-        except NotFinite as not_finite:
-            error = not_finite
-        finally:
-            for closing in (self.envs, self.writer, self.bar):
-                closing.close()
-            signal.signal(signal.SIGINT, self.previous_handler)
-        if isinstance(error, NotFinite):
-            print(f"error: {error}", file=sys.stderr)
-            self.write_summary(time.perf_counter())
-            raise SystemExit(1)
-        if self.stop and error is None:
-            raise SystemExit(130)
+    def unfinished(self):
+        """Whether to go on; writes a checkpoint first if one is due."""
+        interval = self.args.checkpoint_interval
+        if interval and self.step // interval > self.saved_step // interval:
+            self.save()
+        return self.step < self.args.total_timesteps and self.signal is None
 
-    def advance(self, step, rewards, ended, stage):
-        """Count one vector step: move the bar, log the episodes that ended, and time the stage "training"."""
-        self.step = step
-        self.bar.update(step - self.bar.n)
-        if self.stage != stage:
-            self.stage = stage
-            self.bar.set_description(stage)
+    def advance(self, rewards, ended):
+        """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
+        self.step += self.args.num_envs
         self.returns += rewards
-        for i in ended.nonzero()[0]:  # cheaper than np.flatnonzero
+        self.lengths += 1
+        for i in ended.nonzero()[0]:
             self.end_episode(i)
-        if stage == "training" and self.steady is None:
-            self.warm_step = self.warm_step or step
-            if step >= self.warm_step + self.args.measure_burnin:
-                self.steady = (step, time.perf_counter())
+        if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
+            self.steady = (self.step, time.perf_counter())
+            self.bar.set_description("training", refresh=False)
+        self.bar.update(self.args.num_envs)
 
     def end_episode(self, i):
-        """Log the episode that has ended in environment `i`."""
+        """Log the episode that is over in environment `i`."""
         self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
-        self.writer.add_scalar("charts/episodic_length", (self.step - self.begins[i]) // self.args.num_envs, self.step)
+        self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
         self.last_returns = [*self.last_returns[-19:], float(self.returns[i])]
+        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
         self.episodes += 1
         self.returns[i] = 0
-        self.begins[i] = self.step
-        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"} | self.facts, refresh=False)
+        self.lengths[i] = 0
 
     def log(self, losses):
-        """Write one row of losses, and the average speed so far; NotFinite if a loss is infinite or NaN."""
+        """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
+        now = time.perf_counter()
+        self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
+        self.log_step = self.step
+        self.log_time = now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
-        speed = (self.step - self.first_step) / (time.perf_counter() - self.start)
-        self.writer.add_scalar("charts/SPS", speed, self.step)
-        for name, value in losses.items():
-            if name != "explained_variance" and not math.isfinite(value):  # undefined where all returns are equal
-                self.refuse_to_go_on(f"{name} is {value}")
+        infinite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
+        if infinite:
+            self.end_at_nan(f"{infinite[0]} is {losses[infinite[0]]}", self.learner.state_dict())
 
-    def refuse_to_go_on(self, what):
-        """Raise NotFinite that says what is not finite and what is left."""
-        checkpoint = self.folder / "checkpoint.pt"
-        left = f"{checkpoint} is from before" if checkpoint.exists() else "there is no earlier checkpoint"
-        raise NotFinite(f"step {self.step}: {what}; {left}. A lower learning rate may help")
+    def end_at_nan(self, what, state):
+        """End the run with exit code 1 and a line that names the cause."""
+        cause = "a lower learning rate may help"
+        if has_nan([state.get("replay"), state.get("normalizer")]):
+            cause = "the environment returned a NaN"
+        kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
+        raise SystemExit(f"error: step {self.step}: {what}; {cause}; {kept}")
 
     def save(self):
-        """Write checkpoint.pt, which is at every moment either the old one or the new one, whole; returns the state."""
+        """Write checkpoint.pt and policy.pt2; end the run if there is a NaN in what is to be saved."""
         state = self.learner.state_dict()
-        for part, tensors in (state["networks"] | {"normalizer": state.get("normalizer", {})}).items():
-            for name, tensor in tensors.items():
-                if tensor.isnan().any():
-                    self.refuse_to_go_on(f"{part}.{name} holds a NaN")
-        checkpoint = {"script": SCRIPT, "args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
-        temporary = self.folder / "checkpoint.pt.tmp"
-        with open(temporary, "wb") as file:
-            torch.save(checkpoint | {"returns": self.last_returns, "learner": state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.folder / "checkpoint.pt")
-        return state
-
-    def finish(self):
-        """Write checkpoint, policy and summary of a run that has come to its end in order."""
-        if self.learner.device.type == "cuda":
-            torch.cuda.synchronize(self.learner.device)
-        end = time.perf_counter()
-        state = self.save()
-        self.write_summary(end)
+        if has_nan(state):
+            self.end_at_nan("the checkpoint would hold a NaN", state)
+        checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
+        checkpoint |= {"returns": self.last_returns, "learner": state}
+        replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+        self.saved_step = self.step
         try:
-            export_policy(make_policy(self.envs, state), self.envs, self.folder / "policy.pt2")
-        except Exception as error:  # the run is worth more than its export
-            print(f"\nwarning: no policy.pt2, torch.export failed: {error}".split("\n\n")[0], file=sys.stderr)
+            batch = torch.export.Dim("batch")
+            program = torch.export.export(self.learner.policy(), (self.example,), dynamic_shapes=({0: batch},))
+        except Exception as error:  # of an edited policy
+            return note(f"no policy.pt2: {one_line(error)}")
+        replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
-    def write_summary(self, end):
-        """Write summary.json; `end` is when training ended."""
-        steady_step, steady_time = self.steady or (self.step, end)
-        measured = self.step > steady_step
-        summary = {
-            "script": SCRIPT,
-            "env_id": self.args.env_id,
-            "seed": self.args.seed,
-            "num_envs": self.args.num_envs,
-            "device": self.device_name,
-            "compile": self.learner.compile,
-            "cudagraphs": self.learner.cudagraphs,
-            "matmul_precision": self.args.matmul_precision,
+    def __exit__(self, kind, error, traceback):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if self.bar is None:
+            return shutil.rmtree(self.folder, ignore_errors=True)
+        end_time = time.perf_counter()
+        try:
+            if error is None or isinstance(error, Exception):
+                self.save()
+        except BaseException as saving_error:
+            if error is None:
+                raise
+            note(f"no checkpoint: {one_line(saving_error)}")
+        finally:
+            self.write_summary(end_time)
+            self.envs.close()
+            self.writer.close()
+            with suppress(OSError):
+                self.bar.close()
+        if self.signal is not None and not isinstance(error, SystemExit):
+            if isinstance(error, Exception):
+                note(f"after the signal: {one_line(error)}")
+            raise SystemExit(128 + self.signal)
+
+    def write_summary(self, end_time):
+        """Write summary.json: the configuration, and what came of it."""
+        steady_step, steady_time = self.steady or (self.step, end_time)
+        mean_return = float(np.mean(self.last_returns)) if self.last_returns else math.nan
+        results = {
+            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
             "global_step": self.step,
-            "episodic_return": float(np.mean(self.last_returns)) if self.last_returns else None,
             "episodes": self.episodes,
-            "steady_sps": (self.step - steady_step) / (end - steady_time) if measured else None,
-            "warmup_seconds": steady_time - self.start if self.steady else None,
-            "wall_seconds": end - self.start,
-            "versions": self.versions,
+            "episodic_return": mean_return if math.isfinite(mean_return) else None,
+            "steady_sps": (self.step - steady_step) / (end_time - steady_time) if self.step > steady_step else None,
+            "warmup_seconds": steady_time - self.start_time if self.steady else None,
+            "wall_seconds": end_time - self.start_time,
         }
-        (self.folder / "summary.json").write_text(json.dumps(summary | self.facts, indent=2))
+        (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
 
 
 if __name__ == "__main__":
-    main()
+    train(parse_args())

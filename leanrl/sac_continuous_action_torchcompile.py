@@ -466,9 +466,12 @@ class FlatNetwork:
         self.shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
         self.tied = len(self.shapes) < len(list(first.named_parameters(remove_duplicate=False)))
         self.sizes = []  # of each parameter, and of the gap behind it
+        self.member_sizes = []  # the same, with the parameters of the members one by one
         for shape in self.shapes.values():
             size = len(self.members) * shape.numel()
-            self.sizes += [size, -size % 16]
+            gap = -size % 16
+            self.sizes += [size, gap]
+            self.member_sizes += [shape.numel()] * len(self.members) + [gap]
         device = next(first.parameters()).device
         self.weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
         for name, view in self.views(self.weights).items():
@@ -480,28 +483,44 @@ class FlatNetwork:
 
     def views(self, weights):
         """Parameters by name as views of a flat vector, (members, *shape)."""
-        views = {}
         parameters = weights.split(self.sizes)[::2]  # without the gaps
+        return self.named(parameters)
+
+    def member_views(self, weights):
+        """The same for each member alone, without the leading dimension.
+
+        Eager autograd copies the gradients of these views once, and those of parts of `views` three times.
+        """
+        parts = weights.split(self.member_sizes)
+        views = []
+        for i in range(len(self.members)):
+            named = self.named(parts[i :: len(self.members) + 1])
+            views.append({name: view.squeeze(0) for name, view in named.items()})
+        return views
+
+    def named(self, parameters):
+        """Flat parameters by name, (n, *shape)."""
+        named = {}
         for (name, shape), parameter in zip(self.shapes.items(), parameters, strict=True):
             if len(shape) == 2:
-                views[name] = parameter.view(-1, *reversed(shape)).mT
+                named[name] = parameter.view(-1, *reversed(shape)).mT
             else:
-                views[name] = parameter.view(-1, *shape)
-        return views
+                named[name] = parameter.view(-1, *shape)
+        return named
 
     def call(self, parameters, *inputs):
         return functional_call(self.members[0], parameters, inputs, tie_weights=self.tied)
 
     def __call__(self, *inputs, weights=None):
         """The network's outputs, (batch, ...), or those of all members, (members, batch, ...)."""
-        views = self.views(self.weights if weights is None else weights)
         if self.several and self.batched:
+            views = self.views(self.weights if weights is None else weights)
             inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
             return vmap(self.call, randomness="different")(views, *inputs)
-        outputs = []
-        for i in range(len(self.members)):
-            parameters = {name: view[i] for name, view in views.items()}
-            outputs.append(self.call(parameters, *inputs))
+        if weights is None:
+            outputs = [member(*inputs) for member in self.members]
+        else:
+            outputs = [self.call(views, *inputs) for views in self.member_views(weights)]
         return torch.stack(outputs) if self.several else outputs[0]
 
     def cpu_copy(self):
@@ -808,6 +827,14 @@ def has_nan(state):
     return any(tensor.isnan().any() for tensor in tensors)
 
 
+class ProgressBar(tqdm):
+    """A progress bar that does without stderr where that is closed or full."""
+
+    def display(self, *args, **kwargs):
+        with suppress(OSError):
+            super().display(*args, **kwargs)
+
+
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
@@ -858,7 +885,8 @@ class Run:
         if self.args.track:
             self.track()
         self.writer = SummaryWriter(self.folder)
-        self.bar = tqdm(total=self.args.total_timesteps, initial=self.step, unit="step", dynamic_ncols=True)
+        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.bar.set_description("compiling" if self.config["compile"] else "warming up")
         self.start_time = self.log_time = time.perf_counter()
 
@@ -920,10 +948,7 @@ class Run:
         if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
             self.steady = (self.step, time.perf_counter())
             self.bar.set_description("training", refresh=False)
-        try:
-            self.bar.update(self.args.num_envs)
-        except OSError:  # nobody reads stderr any more
-            self.bar.disable = True
+        self.bar.update(self.args.num_envs)
 
     def end_episode(self, i):
         """Log the episode that is over in environment `i`."""
@@ -937,6 +962,7 @@ class Run:
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
@@ -991,7 +1017,7 @@ class Run:
             with suppress(OSError):
                 self.bar.close()
         if self.signal is not None and not isinstance(error, SystemExit):
-            if error is not None:
+            if isinstance(error, Exception):
                 note(f"after the signal: {one_line(error)}")
             raise SystemExit(128 + self.signal)
 
