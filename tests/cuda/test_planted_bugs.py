@@ -31,7 +31,7 @@ FROM_THE_HOST = "test_training_with_the_buffer_on_the_host_is_the_same_with_grap
 NEWEST = "test_the_host_acts_with_the_newest_parameters"
 STEP_COUNT = (
     "self.decay.mul_(self.betas)",
-    "vars(self)['t'] = vars(self).get('t', 0) + 1\n        self.decay.copy_(self.betas**self.t)",
+    "self.m.steps = getattr(self.m, 'steps', 0) + 1\n        self.decay.copy_(self.betas**self.m.steps)",
 )
 CURSOR = (
     "self.stored.add_(count)",
@@ -120,7 +120,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "td3",
         "target actor rebound instead of moved",
         "self.target_actor.weights.lerp_(",
-        "self.target_actor.weights = self.target_actor.weights.lerp(",
+        "self.target_actor = FlatNetwork(copy.deepcopy(self.target_actor.network))\n"
+        "        self.target_actor.weights.lerp_(",
         TRAINING,
     ),
     (
