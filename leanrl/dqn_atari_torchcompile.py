@@ -5,8 +5,8 @@ The updates are those of the plain twin, dqn_atari.py. What makes this file fast
 1. The parameters of a network, and so their gradients, are one flat vector: Adam is a few operations (`FlatNetwork`).
 2. Each frame is stored once, in bytes, on the device if it fits there, where batches are gathered (`FrameReplay`).
 3. An environment step costs two copies in, of frames and outcomes, and one copy out, of actions (`DQN.observe`).
-4. `--compile` makes one graph each of storing, acting, sampling and an update (`DQN.apply_compile_and_cudagraphs`).
-5. `--cudagraphs` replays storing with acting, and an update from sampling to Adam, as CUDA graphs (the same method).
+4. `--compile` makes one graph each of storing, acting, sampling and an update (`DQN.update_q`).
+5. `--cudagraphs` replays a step (`DQN.store_and_act`) and an update (`DQN.learn`) as one CUDA graph each.
 6. envpool steps the games while the device learns: the host waits for actions, never for updates (`train`).
 7. On a CPU convolutions run on channels-last images, and freed memory is reused (`keep_freed_memory`).
 
@@ -154,6 +154,8 @@ class AtariQNetwork(nn.Module):
 class DQN:
     """The learner. CUDA graphs replay kernels and no Python: what changes is a tensor that is changed in place."""
 
+    warmup_updates = GRAPH_WARMUP  # until updates are compiled and captured
+
     def __init__(self, args, envs, device):
         self.args = args
         self.device = device
@@ -168,7 +170,6 @@ class DQN:
         self.scalars = Scalars(device)
         self.rng = np.random.default_rng(args.seed)  # for random actions
         self.updates = 0
-        self.warmup_updates = GRAPH_WARMUP  # until updates are compiled and captured
 
         self.replay = make_replay(args, envs, device)
         self.replay_on_device = self.replay.storage == device
@@ -265,18 +266,16 @@ class DQN:
     def apply_compile_and_cudagraphs(self):
         """The one place where functions are compiled and captured."""
         if self.args.compile:
-            cpp_wrapper = self.device.type == "cpu"  # calls the kernels from C++, as CUDA graphs do without Python
-            compile = partial(compiled, mode=self.args.compile_mode, cpp_wrapper=cpp_wrapper)
-            self.store = compile(self.store)
-            self.act = compile(self.act)
-            self.replay.sample = compile(self.replay.sample)
-            self.update_q = compile(self.update_q)
-        kinds = (False, True)
-        self.store_and_act_by_kind = {kind: partial(self.store_and_act, kind) for kind in kinds}
+            cpp_wrapper = self.device.type == "cpu"  # calls the kernels from C++; a CUDA graph does better
+            options = {"mode": self.args.compile_mode, "cpp_wrapper": cpp_wrapper}
+            self.store = compiled(self.store, **options)
+            self.act = compiled(self.act, **options)
+            self.replay.sample = compiled(self.replay.sample, **options)
+            self.update_q = compiled(self.update_q, **options)
+        self.store_and_act_by_kind = {act_too: partial(self.store_and_act, act_too) for act_too in (False, True)}
         if self.cudagraphs:
-            for kind in kinds:
-                graph = CudaGraphModule(self.store_and_act_by_kind[kind], warmup=GRAPH_WARMUP)
-                self.store_and_act_by_kind[kind] = graph
+            for act_too, function in self.store_and_act_by_kind.items():
+                self.store_and_act_by_kind[act_too] = CudaGraphModule(function, warmup=GRAPH_WARMUP)
             if self.replay_on_device:
                 self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)
             else:
@@ -412,9 +411,12 @@ class FlatNetwork:
         self.shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
         self.tied = len(self.shapes) < len(list(first.named_parameters(remove_duplicate=False)))
         self.sizes = []  # of each parameter, and of the gap behind it
+        self.member_sizes = []  # the same, with the parameters of the members one by one
         for shape in self.shapes.values():
             size = len(self.members) * shape.numel()
-            self.sizes += [size, -size % 16]
+            gap = -size % 16
+            self.sizes += [size, gap]
+            self.member_sizes += [shape.numel()] * len(self.members) + [gap]
         device = next(first.parameters()).device
         self.weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
         for name, view in self.views(self.weights).items():
@@ -426,28 +428,44 @@ class FlatNetwork:
 
     def views(self, weights):
         """Parameters by name as views of a flat vector, (members, *shape)."""
-        views = {}
         parameters = weights.split(self.sizes)[::2]  # without the gaps
+        return self.named(parameters)
+
+    def member_views(self, weights):
+        """The same for each member alone, without the leading dimension.
+
+        Eager autograd copies the gradients of these views once, and those of parts of `views` three times.
+        """
+        parts = weights.split(self.member_sizes)
+        views = []
+        for i in range(len(self.members)):
+            named = self.named(parts[i :: len(self.members) + 1])
+            views.append({name: view.squeeze(0) for name, view in named.items()})
+        return views
+
+    def named(self, parameters):
+        """Flat parameters by name, (n, *shape)."""
+        named = {}
         for (name, shape), parameter in zip(self.shapes.items(), parameters, strict=True):
             if len(shape) == 2:
-                views[name] = parameter.view(-1, *reversed(shape)).mT
+                named[name] = parameter.view(-1, *reversed(shape)).mT
             else:
-                views[name] = parameter.view(-1, *shape)
-        return views
+                named[name] = parameter.view(-1, *shape)
+        return named
 
     def call(self, parameters, *inputs):
         return functional_call(self.members[0], parameters, inputs, tie_weights=self.tied)
 
     def __call__(self, *inputs, weights=None):
         """The network's outputs, (batch, ...), or those of all members, (members, batch, ...)."""
-        views = self.views(self.weights if weights is None else weights)
         if self.several and self.batched:
+            views = self.views(self.weights if weights is None else weights)
             inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
             return vmap(self.call, randomness="different")(views, *inputs)
-        outputs = []
-        for i in range(len(self.members)):
-            parameters = {name: view[i] for name, view in views.items()}
-            outputs.append(self.call(parameters, *inputs))
+        if weights is None:
+            outputs = [member(*inputs) for member in self.members]
+        else:
+            outputs = [self.call(views, *inputs) for views in self.member_views(weights)]
         return torch.stack(outputs) if self.several else outputs[0]
 
     def cpu_copy(self):
@@ -476,8 +494,10 @@ class Adam:
         self.decay = torch.ones_like(self.betas)  # beta1**t and beta2**t after t steps
 
     def __setattr__(self, name, value):
-        if name in vars(self):
-            vars(self)[name].copy_(torch.as_tensor(value))
+        if name in vars(self) and torch.is_tensor(value):
+            vars(self)[name].copy_(value)
+        elif name in vars(self):
+            vars(self)[name].fill_(value)  # unlike a copy from the CPU this does not wait for the device
         elif torch.is_tensor(value):
             super().__setattr__(name, value)
         else:

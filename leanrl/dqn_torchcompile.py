@@ -167,6 +167,7 @@ class DQN:
         self.arriving_weights = torch.zeros_like(self.acting_q.weights, pin_memory=on_cuda)
         self.arriving_weights.copy_(self.q.weights)
         self.weights_arrived = torch.cuda.Event() if on_cuda else HostEvent()
+        self.buffers = list(zip(self.acting_q.network.buffers(), self.q.network.buffers(), strict=True))
 
         shapes = {"obs": (self.obs_dim,), "next_obs": (self.obs_dim,), "actions": (), "rewards": (), "terminated": ()}
         require_memory(args, "buffer_size", bytes_each=4 * sum(math.prod(shape) for shape in shapes.values()))
@@ -174,6 +175,7 @@ class DQN:
         self.block_size = steps * self.num_envs  # transitions that are collected on the host before they are sent
         self.replay = DeviceReplayBuffer(args.buffer_size, shapes, device, spare=self.block_size)
         self.host_block = torch.zeros(self.block_size + 1, self.replay.width, pin_memory=on_cuda)
+        self.host_rows = self.host_block.numpy()
         self.block = self.host_block.to(device)  # on a CPU the same memory
         self.block_sent = torch.cuda.Event() if on_cuda else HostEvent()
         self.collected = 0
@@ -199,12 +201,15 @@ class DQN:
         self.optimizers["q"].step(self.q.weights, gradient)
         return {"q_values": q.detach().mean(), "td_loss": td_loss.detach()}
 
+    def uniform(self):
+        """Numbers from [0, 1) that pick a batch, (batch,); in float64, since float32 would skip rows of a million."""
+        return torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)
+
     def learn(self):
         """One update. It draws random numbers outside of compiled functions, so that all modes draw the same ones, and
         inside of the CUDA graph, so that each replay draws new ones.
         """
-        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)  # float32 skips rows
-        self.scalars.store(**self.store_and_update(uniform))
+        self.scalars.store(**self.store_and_update(self.uniform()))
 
     def update(self):
         """Launch one update: on a CUDA device it may still run when this returns.
@@ -213,8 +218,8 @@ class DQN:
         """
         self.weights_arrived.synchronize()
         self.acting_q.weights.copy_(self.arriving_weights)
-        for acting, newest in zip(self.acting_q.network.buffers(), self.q.network.buffers(), strict=True):
-            acting.copy_(newest)
+        for acting_buffer, buffer in self.buffers:
+            acting_buffer.copy_(buffer)
         self.send_block()
         self.learn()
         self.arriving_weights.copy_(self.q.weights, non_blocking=True)
@@ -245,13 +250,13 @@ class DQN:
             self.store_block()
         if self.collected == 0:
             self.block_sent.synchronize()
-        rows = self.host_block[self.collected : self.collected + self.num_envs]
-        self.replay.pack(transitions, rows.numpy())
+        rows = self.host_rows[self.collected : self.collected + self.num_envs]
+        self.replay.pack(transitions, rows)
         self.collected += self.num_envs
 
     def send_block(self):
         """Send the collected transitions to the device, and, in the last row, their number."""
-        self.host_block[-1, 0] = self.collected  # the last copy is over: `store` or `update` has waited for it
+        self.host_rows[-1, 0] = self.collected  # the last copy is over: `store` or `update` has waited for it
         self.block.copy_(self.host_block, non_blocking=True)
         self.block_sent.record()
         self.collected = 0
@@ -395,9 +400,12 @@ class FlatNetwork:
         self.shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
         self.tied = len(self.shapes) < len(list(first.named_parameters(remove_duplicate=False)))
         self.sizes = []  # of each parameter, and of the gap behind it
+        self.member_sizes = []  # the same, with the parameters of the members one by one
         for shape in self.shapes.values():
             size = len(self.members) * shape.numel()
-            self.sizes += [size, -size % 16]
+            gap = -size % 16
+            self.sizes += [size, gap]
+            self.member_sizes += [shape.numel()] * len(self.members) + [gap]
         device = next(first.parameters()).device
         self.weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
         for name, view in self.views(self.weights).items():
@@ -409,28 +417,44 @@ class FlatNetwork:
 
     def views(self, weights):
         """Parameters by name as views of a flat vector, (members, *shape)."""
-        views = {}
         parameters = weights.split(self.sizes)[::2]  # without the gaps
+        return self.named(parameters)
+
+    def member_views(self, weights):
+        """The same for each member alone, without the leading dimension.
+
+        Eager autograd copies the gradients of these views once, and those of parts of `views` three times.
+        """
+        parts = weights.split(self.member_sizes)
+        views = []
+        for i in range(len(self.members)):
+            named = self.named(parts[i :: len(self.members) + 1])
+            views.append({name: view.squeeze(0) for name, view in named.items()})
+        return views
+
+    def named(self, parameters):
+        """Flat parameters by name, (n, *shape)."""
+        named = {}
         for (name, shape), parameter in zip(self.shapes.items(), parameters, strict=True):
             if len(shape) == 2:
-                views[name] = parameter.view(-1, *reversed(shape)).mT
+                named[name] = parameter.view(-1, *reversed(shape)).mT
             else:
-                views[name] = parameter.view(-1, *shape)
-        return views
+                named[name] = parameter.view(-1, *shape)
+        return named
 
     def call(self, parameters, *inputs):
         return functional_call(self.members[0], parameters, inputs, tie_weights=self.tied)
 
     def __call__(self, *inputs, weights=None):
         """The network's outputs, (batch, ...), or those of all members, (members, batch, ...)."""
-        views = self.views(self.weights if weights is None else weights)
         if self.several and self.batched:
+            views = self.views(self.weights if weights is None else weights)
             inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
             return vmap(self.call, randomness="different")(views, *inputs)
-        outputs = []
-        for i in range(len(self.members)):
-            parameters = {name: view[i] for name, view in views.items()}
-            outputs.append(self.call(parameters, *inputs))
+        if weights is None:
+            outputs = [member(*inputs) for member in self.members]
+        else:
+            outputs = [self.call(views, *inputs) for views in self.member_views(weights)]
         return torch.stack(outputs) if self.several else outputs[0]
 
     def cpu_copy(self):
@@ -459,8 +483,10 @@ class Adam:
         self.decay = torch.ones_like(self.betas)  # beta1**t and beta2**t after t steps
 
     def __setattr__(self, name, value):
-        if name in vars(self):
-            vars(self)[name].copy_(torch.as_tensor(value))
+        if name in vars(self) and torch.is_tensor(value):
+            vars(self)[name].copy_(value)
+        elif name in vars(self):
+            vars(self)[name].fill_(value)  # unlike a copy from the CPU this does not wait for the device
         elif torch.is_tensor(value):
             super().__setattr__(name, value)
         else:
