@@ -430,7 +430,7 @@ class Policy(nn.Module):
 def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv:1506.02438, eq. 16); all tensors are (num_steps, num_envs).
 
-    It solves the recurrence A_t = delta_t + decay_t A_{t+1} by doubling: after k rounds A_t covers 2**k steps.
+    The recurrence A_t = delta_t + decay_t A_{t+1} by doubling: after k rounds A_t covers 2**k steps.
     """
     advantages = rewards + gamma * (1 - terminated) * next_values - values
     decay = gamma * gae_lambda * (1 - ended)
@@ -535,8 +535,10 @@ class Adam:
         self.decay = torch.ones_like(self.betas)  # beta1**t and beta2**t after t steps
 
     def __setattr__(self, name, value):
-        if name in vars(self):
-            vars(self)[name].copy_(torch.as_tensor(value))
+        if name in vars(self) and torch.is_tensor(value):
+            vars(self)[name].copy_(value)
+        elif name in vars(self):
+            vars(self)[name].fill_(value)  # unlike a copy from the CPU this does not wait for the device
         elif torch.is_tensor(value):
             super().__setattr__(name, value)
         else:

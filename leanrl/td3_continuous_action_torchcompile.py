@@ -473,8 +473,10 @@ class Adam:
         self.decay = torch.ones_like(self.betas)  # beta1**t and beta2**t after t steps
 
     def __setattr__(self, name, value):
-        if name in vars(self):
-            vars(self)[name].copy_(torch.as_tensor(value))
+        if name in vars(self) and torch.is_tensor(value):
+            vars(self)[name].copy_(value)
+        elif name in vars(self):
+            vars(self)[name].fill_(value)  # unlike a copy from the CPU this does not wait for the device
         elif torch.is_tensor(value):
             super().__setattr__(name, value)
         else:
