@@ -44,7 +44,7 @@ def roll_out(learners, seed=0):
         for i, learner in enumerate(learners):
             learner.act(t, obs[i])
             if i:
-                learner.steps["actions"][t] = first.storage["actions"][t].numpy()
+                learner.steps["actions"][t] = first.rollout["actions"][t].numpy()
             obs[i] = learner.record(t, next_obs, last_obs, rewards, terminated, terminated | truncated)
     return obs[0]
 
