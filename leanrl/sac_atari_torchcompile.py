@@ -6,8 +6,8 @@ The updates are those of the plain twin, sac_atari.py. What makes this file fast
 2. Actions are sampled without a wait, by the Gumbel-max trick (`SAC.act`).
 3. Each frame is stored once, in bytes, on the device if it fits there, where batches are gathered (`FrameReplay`).
 4. An environment step costs two copies in, of frames and outcomes, and one copy out, of actions (`SAC.observe`).
-5. `--compile` makes one graph each of storing, acting, sampling and an update (`SAC.apply_compile_and_cudagraphs`).
-6. `--cudagraphs` replays storing with acting, and an update from sampling to Adam, as CUDA graphs (the same method).
+5. `--compile` makes one graph each of storing, acting, sampling and an update (`SAC.update_networks`).
+6. `--cudagraphs` replays a step (`SAC.store_and_act`) and an update (`SAC.learn`) as one CUDA graph each.
 7. envpool steps the games while the device learns: the host waits for actions, never for updates (`train`).
 8. On a CPU convolutions run on channels-last images, and freed memory is reused (`keep_freed_memory`).
 
@@ -165,6 +165,8 @@ class AtariNetwork(nn.Module):
 class SAC:
     """The learner. CUDA graphs replay kernels and no Python: what changes is a tensor that is changed in place."""
 
+    warmup_updates = GRAPH_WARMUP  # until updates are compiled and captured
+
     def __init__(self, args, envs, device):
         self.args = args
         self.device = device
@@ -186,7 +188,6 @@ class SAC:
         }
         self.scalars = Scalars(device)
         self.updates = 0
-        self.warmup_updates = GRAPH_WARMUP  # until updates are compiled and captured
 
         self.replay = make_replay(args, envs, device)
         self.replay_on_device = self.replay.storage == device
@@ -204,12 +205,14 @@ class SAC:
 
     def update_networks(self, batch):
         """One update for a batch, as `FrameReplay.sample` returns it; returns losses by name."""
-        obs = batch["obs"].contiguous(memory_format=self.memory_format)
-        next_obs = batch["next_obs"].contiguous(memory_format=self.memory_format)
-        return self.update_critics(obs, next_obs, batch) | self.update_actor(obs)
+        images = {name: batch[name].contiguous(memory_format=self.memory_format) for name in ("obs", "next_obs")}
+        batch = batch | images
+        return self.update_critics(batch) | self.update_actor(batch["obs"])
 
-    def update_critics(self, obs, next_obs, batch):
+    def update_critics(self, batch):
         """One step on the critics; returns losses by name."""
+        obs, next_obs = batch["obs"], batch["next_obs"]
+
         # critic loss (eq. 4 with the soft state value of eq. 10)
         with torch.no_grad():
             next_log_probs = self.actor(next_obs).log_softmax(-1)
@@ -313,17 +316,15 @@ class SAC:
     def apply_compile_and_cudagraphs(self):
         """The one place where functions are compiled and captured."""
         if self.args.compile:
-            compile = partial(compiled, mode=self.args.compile_mode)
-            self.store = compile(self.store)
-            self.act = compile(self.act)
-            self.replay.sample = compile(self.replay.sample)
-            self.update_networks = compile(self.update_networks)
-        kinds = (False, True)
-        self.store_and_act_by_kind = {kind: partial(self.store_and_act, kind) for kind in kinds}
+            mode = self.args.compile_mode
+            self.store = compiled(self.store, mode)
+            self.act = compiled(self.act, mode)
+            self.replay.sample = compiled(self.replay.sample, mode)
+            self.update_networks = compiled(self.update_networks, mode)
+        self.store_and_act_by_kind = {act_too: partial(self.store_and_act, act_too) for act_too in (False, True)}
         if self.cudagraphs:
-            for kind in kinds:
-                graph = CudaGraphModule(self.store_and_act_by_kind[kind], warmup=GRAPH_WARMUP)
-                self.store_and_act_by_kind[kind] = graph
+            for act_too, function in self.store_and_act_by_kind.items():
+                self.store_and_act_by_kind[act_too] = CudaGraphModule(function, warmup=GRAPH_WARMUP)
             if self.replay_on_device:
                 self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)
             else:
@@ -446,8 +447,8 @@ class FlatNetwork:
     def __init__(self, network, batched=True, pin_memory=False):
         """`batched` calls the members of an nn.ModuleList as one network: faster if compiled or captured."""
         self.network = network
-        self.batched = batched
         self.several = isinstance(network, nn.ModuleList)
+        self.batched = batched and self.several
         self.members = list(network) if self.several else [network]
         first = self.members[0]
         for layer in first.modules():
@@ -469,21 +470,22 @@ class FlatNetwork:
         device = next(first.parameters()).device
         self.weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
         for name, view in self.views(self.weights).items():
-            for member, value in zip(self.members, view, strict=True):
+            for member, value in zip(self.members, view if self.several else [view], strict=True):
                 parameter = member.get_parameter(name)
                 value.copy_(parameter.detach())
                 parameter.requires_grad_(False)
                 parameter.data = value
 
     def views(self, weights):
-        """Parameters by name as views of a flat vector, (members, *shape)."""
-        views = {}
+        """Parameters by name as views of a flat vector; those of several members have a leading dimension."""
+        lead = (len(self.members),) if self.several else ()
         parameters = weights.split(self.sizes)[::2]  # without the gaps
+        views = {}
         for (name, shape), parameter in zip(self.shapes.items(), parameters, strict=True):
             if len(shape) == 2:
-                views[name] = parameter.view(-1, *reversed(shape)).mT
+                views[name] = parameter.view(*lead, *reversed(shape)).mT
             else:
-                views[name] = parameter.view(-1, *shape)
+                views[name] = parameter.view(*lead, *shape)
         return views
 
     def call(self, parameters, *inputs):
@@ -491,15 +493,17 @@ class FlatNetwork:
 
     def __call__(self, *inputs, weights=None):
         """The network's outputs, (batch, ...), or those of all members, (members, batch, ...)."""
+        if weights is None and not self.batched and not torch.compiler.is_compiling():
+            outputs = [member(*inputs) for member in self.members]  # in eager mode functional_call costs time
+            return torch.stack(outputs) if self.several else outputs[0]
         views = self.views(self.weights if weights is None else weights)
-        if self.several and self.batched:
+        if not self.several:
+            return self.call(views, *inputs)
+        if self.batched:
             inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
             return vmap(self.call, randomness="different")(views, *inputs)
-        outputs = []
-        for i in range(len(self.members)):
-            parameters = {name: view[i] for name, view in views.items()}
-            outputs.append(self.call(parameters, *inputs))
-        return torch.stack(outputs) if self.several else outputs[0]
+        members = zip(*(view.unbind() for view in views.values()), strict=True)
+        return torch.stack([self.call(dict(zip(views, member, strict=True)), *inputs) for member in members])
 
     def cpu_copy(self):
         """A copy of the network on the CPU, with parameters that are contiguous as torch.export likes them."""
@@ -527,8 +531,10 @@ class Adam:
         self.decay = torch.ones_like(self.betas)  # beta1**t and beta2**t after t steps
 
     def __setattr__(self, name, value):
-        if name in vars(self):
-            vars(self)[name].copy_(torch.as_tensor(value))
+        if name in vars(self) and torch.is_tensor(value):
+            vars(self)[name].copy_(value)
+        elif name in vars(self):
+            vars(self)[name].fill_(value)  # unlike a copy from the CPU this does not wait for the device
         elif torch.is_tensor(value):
             super().__setattr__(name, value)
         else:
@@ -934,6 +940,14 @@ def has_nan(state):
     return any(tensor.isnan().any() for tensor in tensors)
 
 
+class ProgressBar(tqdm):
+    """A progress bar that does without stderr where that is closed or full."""
+
+    def display(self, *args, **kwargs):
+        with suppress(OSError):
+            super().display(*args, **kwargs)
+
+
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
@@ -984,7 +998,8 @@ class Run:
         if self.args.track:
             self.track()
         self.writer = SummaryWriter(self.folder)
-        self.bar = tqdm(total=self.args.total_timesteps, initial=self.step, unit="step", dynamic_ncols=True)
+        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.bar.set_description("compiling" if self.config["compile"] else "warming up")
         self.start_time = self.log_time = time.perf_counter()
 
@@ -1046,10 +1061,7 @@ class Run:
         if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
             self.steady = (self.step, time.perf_counter())
             self.bar.set_description("training", refresh=False)
-        try:
-            self.bar.update(self.args.num_envs)
-        except OSError:  # nobody reads stderr any more
-            self.bar.disable = True
+        self.bar.update(self.args.num_envs)
 
     def end_episode(self, i):
         """Log the episode that is over in environment `i`."""
@@ -1063,6 +1075,7 @@ class Run:
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
@@ -1117,7 +1130,7 @@ class Run:
             with suppress(OSError):
                 self.bar.close()
         if self.signal is not None and not isinstance(error, SystemExit):
-            if error is not None:
+            if isinstance(error, Exception):
                 note(f"after the signal: {one_line(error)}")
             raise SystemExit(128 + self.signal)
 
