@@ -307,7 +307,7 @@ def assert_close_in_norm(got, wanted, tolerance, least=0.0):
 def by_name(network, vector):
     """A flat vector's parts by the names that the parameters of its FlatNetwork have in a state dict."""
     if not network.several:
-        return {name: view[0] for name, view in network.views(vector).items()}
+        return network.views(vector)
     return {f"{i}.{name}": part for name, view in network.views(vector).items() for i, part in enumerate(view)}
 
 

@@ -1,7 +1,4 @@
-"""The edits that doc/changing.md shows, applied to copies of plain and turbo: the page is their source.
-
-And what would go wrong silently in an edit: it works, or a line says what to do.
-"""
+"""The edits that doc/changing.md shows, applied to copies of plain and turbo: the page is their source."""
 
 import re
 from functools import partial
@@ -22,7 +19,6 @@ from conftest import (
     load_copy,
     make_learner,
     saved,
-    train,
 )
 from emulated_cuda import emulated_cuda
 from test_ppo import fix_order, roll_out
@@ -236,5 +232,3 @@ def test_the_checkpoint_of_another_network_is_refused(kind, tmp_path, capsys):
     assert error.value.code == 2 and not (tmp_path / "no").exists()
     assert line.startswith(f"error: --resume {folder}: the checkpoint does not fit this script: ")
     assert "0.net.6.bias" in line
-
-
