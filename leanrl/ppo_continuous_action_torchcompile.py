@@ -444,11 +444,13 @@ class FlatNetwork:
         self.members = list(network) if self.several else [network]
         first = self.members[0]
         for layer in first.modules():
-            if isinstance(layer, RUNNING_STATISTICS):
-                name = type(layer).__name__.strip("_")
-                raise ValueError(f"{name} keeps running statistics, which flat networks cannot hold: use LayerNorm")
+            if isinstance(layer, RUNNING_STATISTICS) or hasattr(layer, "weight_u"):  # of the old spectral_norm
+                raise ValueError("flat networks cannot hold the statistics of BatchNorm or spectral norm: use LayerNorm")
         if any(repr(member) != repr(first) for member in self.members):
             raise ValueError("the members of a ModuleList must have the same layers")
+        for buffers in zip(*(member.buffers() for member in self.members), strict=True):
+            if any(not torch.equal(buffer, buffers[0]) for buffer in buffers):
+                raise ValueError("the members of a ModuleList share the first one's buffers: these must be equal")
         if len({parameter.requires_grad for parameter in first.parameters()}) > 1:
             raise ValueError("flat networks learn all of their parameters: register frozen ones as buffers")
         self.shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
@@ -514,7 +516,7 @@ class Adam:
     """
 
     def __init__(self, weights, lr):
-        self.lr = torch.tensor(lr, dtype=torch.float64, device=weights.device)
+        self.lr = torch.as_tensor(lr, dtype=torch.float64, device=weights.device)
         self.m = torch.zeros_like(weights)
         self.v = torch.zeros_like(weights)
         self.betas = torch.tensor((BETA1, BETA2), dtype=torch.float64, device=weights.device)
@@ -536,9 +538,9 @@ class Adam:
         self.m.lerp_(gradient, 1 - BETA1)
         self.v.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
         correction1, correction2 = (1 - self.decay).unbind()
-        # lr * m_hat / (sqrt(v_hat) + eps), with both corrections and lr moved into the denominator
-        scale = correction1 / self.lr
-        denominator = self.v.sqrt().mul_(scale / correction2.sqrt()).add_(EPS * scale)
+        root = correction2.sqrt()
+        # lr * m_hat / (sqrt(v_hat) + eps), with both corrections and lr moved into the denominator; right for lr = 0
+        denominator = self.v.sqrt().add_(EPS * root).mul_(correction1 / (self.lr * root))
         weights.addcdiv_(self.m, denominator, value=-1)
 
     def tensors(self):
