@@ -31,7 +31,7 @@ FROM_THE_HOST = "test_training_with_the_buffer_on_the_host_is_the_same_with_grap
 NEWEST = "test_the_host_acts_with_the_newest_parameters"
 STEP_COUNT = (
     "self.decay.mul_(self.betas)",
-    "vars(self)['t'] = vars(self).get('t', 0) + 1\n        self.decay.copy_(self.betas**self.t)",
+    "self.m.steps = getattr(self.m, 'steps', 0) + 1\n        self.decay.copy_(self.betas**self.m.steps)",
 )
 CURSOR = (
     "self.stored.add_(count)",
@@ -483,7 +483,7 @@ def test_a_planted_bug_is_caught(algorithm, bug, old, new, caught_by, tmp_path, 
     with pytest.raises((AssertionError, RuntimeError, SystemExit)) as caught:
         catch(caught_by, algorithm, script, tmp_path / "runs", monkeypatch)
     assert caught.type is not NotImplementedError  # which the emulated device raises
-    assert caught.type is not SystemExit or caught.value.code == 1  # NaN
+    assert caught.type is not SystemExit or "nan" in str(caught.value.code).lower()
     print(f"\n{algorithm}, {bug}: {caught.type.__name__}: {str(caught.value).splitlines()[0][:100]}")
 
 
