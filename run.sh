@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures every algorithm in every mode with three seeds, and prints the table; see benchmark/matrix.py for the flags.
+# Measures every algorithm in every mode with three seeds, and prints the table; for the flags: ./run.sh --help
 set -euo pipefail
 cd "$(dirname "$0")"
-exec python benchmark/matrix.py "$@"
+exec python -m benchmark.speed "$@"

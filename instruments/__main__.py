@@ -2,20 +2,24 @@
 
     python -m instruments --watch-gradients --random-baseline 10 -- leanrl/dqn_torchcompile.py --compile
 
-What stands before the two dashes is for the instruments, what follows them is the script with its own flags. Several
+Flags before the two dashes are the instruments', what follows them is the script with its own flags. Several
 instruments work together. doc/debugging.md uses them one after the other.
+
+A finished run is played by `python -m instruments evaluate RUN` (`--help` shows its flags).
 """
 
-import importlib.util
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
 
+from instruments import evaluate
 from instruments.baseline import RandomBaseline
 from instruments.frames import FrameDump
 from instruments.gradients import GradientWatch
+from instruments.instrument import load, refuse
 from instruments.profiler import Profile
 from instruments.videos import VideoOnDemand
 
@@ -51,35 +55,26 @@ def chosen(args):
     return instruments
 
 
-def load(path):
-    """The module of the script at `path`, which finds what lies beside it, as a program does."""
-    sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def attach(script, instruments):
-    """Let `script.train` call the instruments: when it begins, once all is made, at each log, and in the end."""
+    """Let `script.train` call the instruments: before it, once all is made, at each log, and in the end."""
     train = script.train
 
-    def on_start(run):
-        for instrument in instruments:
-            instrument.start(run)
+    def watched(args, on_start=lambda run: None):
+        def start(run):
+            on_start(run)
+            for instrument in instruments:
+                instrument.start(run)
+            run.log = partial(log, run.log)
 
-    def watched(args, on_log=lambda learner, losses, step: None):
-        def log(learner, losses, step):
+        def log(inner, losses):
             for instrument in instruments:
                 instrument.log(losses)
-            on_log(learner, losses, step)
+            inner(losses)
 
-        script.check_args(args)
         for instrument in instruments:
             instrument.prepare(script, args)
         try:
-            train(args, log, on_start)
+            train(args, on_start=start)
         finally:
             for instrument in instruments:
                 if instrument.run:
@@ -88,13 +83,10 @@ def attach(script, instruments):
     script.train = watched
 
 
-def refuse(text):
-    """End the program with exit code 2 and one line."""
-    print(f"error: {text}", file=sys.stderr)
-    raise SystemExit(2)
-
-
 def main(words):
+    if words[:1] == ["evaluate"]:
+        evaluate.main(words[1:])
+        return
     at = words.index("--") if "--" in words else len(words)
     own = words[:at]
     others = words[at + 1 :]
@@ -109,14 +101,11 @@ def main(words):
     if not path.is_file() or path.suffix != ".py":
         refuse(f"-- {name}: this is no Python file; give the path of a script")
     script = load(path)
-    if not hasattr(script, "train") or not hasattr(script, "main"):
-        refuse(f"-- {name}: it has no `train` and `main`; give a script of leanrl/ or an edited copy of one")
-    for flag in ("--evaluate", "--export"):
-        if any(word.split("=")[0] == flag for word in others):
-            refuse(f"{flag}: instruments watch training; leave them or this out")
-    attach(script, chosen(args))
+    if not hasattr(script, "train") or not hasattr(script, "parse_args"):
+        refuse(f"-- {name}: it has no `train` and `parse_args`; give a script of leanrl/ or an edited copy of one")
     sys.argv = others
-    script.main()
+    attach(script, chosen(args))
+    script.train(script.parse_args())
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
-"""What a uniform random policy gets: a run that learns has to leave it behind."""
+"""The return of uniformly random actions, which a run that learns has to exceed."""
 
+import json
 import sys
+from functools import partial
+from itertools import islice
 
-from instruments.instrument import Instrument, play
+import numpy as np
+
+from instruments.instrument import Instrument, one_line, refuse
+from instruments.playing import make_env, play
 
 
 class RandomBaseline(Instrument):
-    """Plays `episodes` at random before training. The mean return goes to the progress bar and to summary.json, and as
-    `charts/random_return` to the events, from where plots.py draws it as a dashed line.
+    """Plays `episodes` at random before training. The mean return goes to the progress bar, to random_baseline.json in
+    the run's folder, and as `charts/random_return` to the events, from where plots.py draws it as a dashed line.
     """
 
     def __init__(self, episodes):
@@ -15,17 +21,25 @@ class RandomBaseline(Instrument):
 
     def prepare(self, script, args):
         super().prepare(script, args)
-        envs = script.evaluation_envs(args)
-        envs.action_space.seed(args.seed)
-        returns = play(envs, lambda obs: envs.action_space.sample(), self.episodes, args.seed)
-        envs.close()
-        self.mean = float(returns.mean())
+        try:
+            env = make_env(args.env_id, args.seed)
+            env.action_space.seed(args.seed)
+            episodes = islice(play(env, lambda obs: env.action_space.sample(), args.seed), self.episodes)
+            returns = [episode.total for episode in episodes]
+            env.close()
+        except Exception as error:  # whatever environments raise
+            remedy = "leave it out, or correct what is wrong"
+            refuse(f"--random-baseline {self.episodes}: cannot play {args.env_id} ({one_line(error)}); {remedy}")
+        self.mean = float(np.mean(returns))
+        self.deviation = float(np.std(returns))
         print(f"random policy: mean return {self.mean:.2f} over {self.episodes} episodes", file=sys.stderr)
 
     def start(self, run):
         super().start(run)
-        run.facts["random_return"] = self.mean
-        run.writer.add_scalar("charts/random_return", self.mean, run.step)
+        baseline = {"episodes": self.episodes, "mean_return": self.mean, "standard_deviation": self.deviation}
+        (run.folder / "random_baseline.json").write_text(json.dumps(baseline, indent=2))
+        run.bar.set_postfix = partial(run.bar.set_postfix, random=f"{self.mean:.1f}")
+        self.log({})
 
     def log(self, losses):
         self.run.writer.add_scalar("charts/random_return", self.mean, self.run.step)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from instruments.instrument import Instrument, policy_of
+from instruments.instrument import Instrument, refuse
+from instruments.playing import is_atari
 
 STEPS = 8
 FRAME_INCHES = 1.1
@@ -18,7 +19,7 @@ class FrameDump(Instrument):
     """Draws the input of the first convolution for steps of the first game that follow each other, a row each: at the
     beginning, and then at intervals of `interval` environment steps.
 
-    Frames stand in the order of their channels, the newest last. Then each row is the one above, shifted by one frame;
+    Frames are in the order of their channels, the newest last. So each row is the one above, shifted by one frame;
     where it is not, a line says so.
     """
 
@@ -27,10 +28,10 @@ class FrameDump(Instrument):
 
     def prepare(self, script, args):
         super().prepare(script, args)
-        if not hasattr(script, "make_games"):
-            script.refuse("dump_frames", self.interval, "only Atari has frames; leave this out")
+        if not is_atari(args.env_id):
+            refuse(f"--dump-frames {self.interval}: {args.env_id} is not an Atari game of envpool; leave this out")
         if not find_spec("matplotlib"):
-            script.refuse("dump_frames", self.interval, "pip install matplotlib, or leave this out")
+            refuse(f"--dump-frames {self.interval}: pip install matplotlib, or leave this out")
 
     def start(self, run):
         super().start(run)
@@ -60,7 +61,7 @@ class FrameDump(Instrument):
 
     def finish(self):
         obs, resets = zip(*self.stacks, strict=True)
-        inputs = first_inputs(policy_of(self.script, self.run), torch.as_tensor(np.stack(obs)))
+        inputs = first_inputs(self.run.learner.policy(), torch.as_tensor(np.stack(obs)))
         folder = self.run.folder / "frames"
         folder.mkdir(exist_ok=True)
         path = folder / f"{self.run.step}.png"

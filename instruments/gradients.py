@@ -21,7 +21,7 @@ class GradientWatch(Instrument):
     last change over that of the weights; `gradient_histograms/<layer>` and `weight_histograms/<layer>`.
 
     A layer whose gradient is zero for some looks is named once. Where a norm is infinite, NaN or a thousand times what
-    is usual, the run ends with exit code 1, and no checkpoint is written any more. Gradients are as the optimiser gets
+    is usual, the run ends with exit code 1, and no checkpoint is written any more. Gradients are as the optimizer gets
     them: PPO's are clipped by then, so there `grad_norm` among the losses is watched as well.
     """
 
@@ -95,6 +95,9 @@ class GradientWatch(Instrument):
                 self.run.writer.add_histogram(f"gradient_histograms/{name}", gradient, self.run.step)
                 self.run.writer.add_histogram(f"weight_histograms/{name}", weights, self.run.step)
 
+    def end_run(self, what):
+        self.run.end_at_nan(what, self.run.learner.state_dict())
+
     def trap_not_finite(self, gradients):
         said = []
         for network in self.sources:
@@ -102,7 +105,7 @@ class GradientWatch(Instrument):
             bad = [name for name in layers if not math.isfinite(gradients[name])]
             said += [f"all layers of {network}"] if len(bad) == len(layers) > 1 else bad
         if said:
-            self.run.refuse_to_go_on(f"the gradient of {', '.join(said)} is not finite")
+            self.end_run(f"the gradient of {', '.join(said)} is not finite")
 
     def trap_explosion(self, gradients, losses):
         watched = dict(gradients)
@@ -114,7 +117,7 @@ class GradientWatch(Instrument):
             if norm > max(EXPLODES * usual, LEAST):
                 largest = max(gradients, key=gradients.get)
                 what = f"the gradient of {name} explodes: its norm is {norm:.3g}, {usual:.3g} was usual"
-                self.run.refuse_to_go_on(f"{what}; the largest layer is {largest}")
+                self.end_run(f"{what}; the largest layer is {largest}")
             past.append(norm)
 
     def trap_zero(self, gradients):
@@ -129,10 +132,10 @@ def keep_gradients(adam):
     """Let a script's Adam, and so what is derived from it, keep its newest gradient; or, for all that follow, the first
     one that was not finite.
     """
-    initialise, step, tensors = adam.__init__, adam.step, adam.tensors
+    initialize, step, tensors = adam.__init__, adam.step, adam.tensors
 
     def __init__(self, weights, lr):
-        initialise(self, weights, lr)
+        initialize(self, weights, lr)
         self.weights = weights
         self.gradients = weights.new_zeros(2, *weights.shape)  # row 1: after one that was not finite
         self.row = torch.zeros(1, dtype=torch.int64, device=weights.device)
@@ -150,7 +153,7 @@ def keep_gradients(adam):
 
 
 class FlatLayers:
-    """The layers of an optimiser that keeps gradients: pieces of its flat vectors, which CUDA graphs write too."""
+    """The layers of an optimizer that keeps gradients: pieces of its flat vectors, which CUDA graphs write too."""
 
     def __init__(self, script, learner, name):
         self.script = script
@@ -180,8 +183,9 @@ class ModuleLayers:
 
     def __init__(self, script, learner, name):
         self.optimizer = learner.optimizers[name]
-        network = learner.networks().get(name)
-        names = {p: f"{name}.{layer}" for layer, p in network.named_parameters()} if network else {}
+        network = getattr(learner, name, None)
+        is_module = isinstance(network, torch.nn.Module)
+        names = {p: f"{name}.{layer}" for layer, p in network.named_parameters()} if is_module else {}
         self.groups = {p: group for group in self.optimizer.param_groups for p in group["params"]}
         self.names = [names.get(p, name) for p in self.groups]
         self.gradients = {p: torch.zeros_like(p) for p in self.groups}

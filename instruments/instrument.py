@@ -1,9 +1,9 @@
 """What all instruments share."""
 
+import importlib.util
+import sys
+import textwrap
 import time
-
-import numpy as np
-import torch
 
 SHARE = 0.001  # of a run's time, for each thing that an instrument does again and again
 
@@ -50,41 +50,26 @@ class Pace:
         self.next = now + (now - self.begin) / SHARE
 
 
-def policy_of(script, run):
-    """The deterministic policy as it is now, a module on the CPU."""
-    learner = run.learner
-    if hasattr(learner, "tensors"):  # of a turbo script, without the replay buffer
-        state = script.to_cpu(learner.tensors())
-    else:
-        state = {"networks": {name: network.state_dict() for name, network in learner.networks().items()}}
-        if hasattr(learner, "normalizer"):
-            state["normalizer"] = learner.normalizer.state_dict()
-    with torch.random.fork_rng(devices=[]):  # new networks draw weights: the run's random numbers stay what they were
-        return script.make_policy(run.envs, state)
+def load(path):
+    """The module of the script at `path`, which finds what is beside it, as a program does."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
-def play(envs, act, episodes, seed):
-    """Play whole episodes in `envs`, which has one environment; `act` gives actions for obs, both numpy, (1, ...).
-
-    Returns the episodes' returns.
-    """
-    obs, _ = envs.reset(seed=seed)
-    returns = []
-    total = 0.0
-    while len(returns) < episodes:
-        obs, rewards, terminated, truncated, _ = envs.step(act(obs))
-        total += float(rewards[0])
-        if terminated[0] or truncated[0]:
-            returns.append(total)
-            total = 0.0
-    return np.array(returns)
+def refuse(text):
+    """End the program with exit code 2 and one line."""
+    print(f"error: {text}", file=sys.stderr)
+    raise SystemExit(2)
 
 
-def acting(script, policy):
-    """What `play` takes for a policy."""
+def note(text):
+    print(f"note: {text}", file=sys.stderr)
 
-    def act(obs):
-        with torch.no_grad():
-            return policy(script.policy_input(obs)).numpy()
 
-    return act
+def one_line(error):
+    """What an error says, in one line."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300)

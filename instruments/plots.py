@@ -20,7 +20,7 @@ except ImportError:
     print("error: instruments.plots: pip install matplotlib", file=sys.stderr)
     raise SystemExit(2) from None
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito (2008)
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito (2008)
 LINES = ("-", "--", "-.", ":")
 RETURN = "charts/episodic_return"
 RANDOM = "charts/random_return"
@@ -52,19 +52,19 @@ def smooth(values):
     return sums / np.minimum(np.arange(len(values)) + 1, EPISODES)
 
 
-def draw_run(all_axes, events, tags, label, colour):
+def draw_run(all_axes, events, tags, label, color):
     """Draw one run into all panels."""
     known = events.Tags()["scalars"]
     if RETURN in known:
         steps, returns = series(events, RETURN)
-        all_axes[0].plot(steps, smooth(returns), color=colour, label=label)
+        all_axes[0].plot(steps, smooth(returns), color=color, label=label)
     if RANDOM in known:
         _, (baseline, *_) = series(events, RANDOM)
-        all_axes[0].axhline(baseline, color=colour, linestyle="--", linewidth=1, label=f"{label}: random policy")
+        all_axes[0].axhline(baseline, color=color, linestyle="--", linewidth=1, label=f"{label}: random policy")
     for axes, pattern in zip(all_axes[1:], tags, strict=True):
         for i, tag in enumerate(fnmatch.filter(known, pattern)):
             name = label if tag == pattern else f"{label}: {tag.partition('/')[2]}"
-            axes.plot(*series(events, tag), color=colour, linestyle=LINES[i % len(LINES)], label=name)
+            axes.plot(*series(events, tag), color=color, linestyle=LINES[i % len(LINES)], label=name)
 
 
 def draw(args):
@@ -78,7 +78,7 @@ def draw(args):
     labels = args.labels or [folder.name for folder in args.runs]
     for i, (folder, label) in enumerate(zip(args.runs, labels, strict=True)):
         events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        draw_run(all_axes, events, tags, label, COLOURS[i % len(COLOURS)])
+        draw_run(all_axes, events, tags, label, COLORS[i % len(COLORS)])
     for axes in all_axes:
         if axes.lines:
             axes.legend(fontsize=8)

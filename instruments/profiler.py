@@ -15,8 +15,8 @@ class Profile(Instrument):
     """Records the last 20 vector steps before a log, or all if there are fewer, once training is steady: PPO's with the
     update that follows.
 
-    Writes trace.json, for chrome://tracing or ui.perfetto.dev, and prints the ten dearest operators, and on CUDA how
-    often the host waited.
+    Writes trace.json, for chrome://tracing or ui.perfetto.dev, and prints the ten most expensive operators, and on CUDA
+    how often the host waited.
     """
 
     profiler = None
@@ -32,7 +32,7 @@ class Profile(Instrument):
     def log(self, losses):
         if self.profiler:
             self.finish()
-        elif not self.begun and getattr(self.run.learner, "stage", "training") == "training":
+        elif not self.begun and self.run.steady is not None:
             self.begun = True
             self.wait(self.idle)
 

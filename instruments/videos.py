@@ -4,7 +4,8 @@ import sys
 
 from tqdm import tqdm
 
-from instruments.instrument import Instrument, acting, play, policy_of
+from instruments.instrument import Instrument, one_line
+from instruments.playing import acting, make_env, play, record
 
 
 class VideoOnDemand(Instrument):
@@ -20,19 +21,18 @@ class VideoOnDemand(Instrument):
             return
         self.request.unlink()
         try:
-            self.record(self.run.folder / "videos" / f"step-{self.run.step}")
-        except SystemExit:
-            tqdm.write("warning: no video, for the reason above; training goes on", file=sys.stderr)
+            self.record(f"step-{self.run.step}")
         except Exception as error:  # whatever renderers raise
-            tqdm.write(f"warning: no video: {error}; training goes on", file=sys.stderr)
+            tqdm.write(f"warning: no video: {one_line(error)}; training goes on", file=sys.stderr)
 
-    def record(self, folder):
-        envs = self.script.evaluation_envs(self.run.args, folder)
+    def record(self, name):
+        args = self.run.args
+        folder = self.run.folder / "videos"
+        env = record(make_env(args.env_id, args.seed, "rgb_array"), folder, name)
         try:
-            act = acting(self.script, policy_of(self.script, self.run))
-            (episode_return,) = play(envs, act, 1, self.run.args.seed)
+            act = acting(self.run.learner.policy(), env.action_space)
+            episode = next(play(env, act, args.seed))
         finally:
-            envs.close()
-        for path in folder.glob("*-episode-1.mp4"):  # which has only begun
-            path.unlink()
-        tqdm.write(f"{folder}: an episode of return {episode_return:.2f}", file=sys.stderr)
+            env.close()
+        path = folder / f"{name}-episode-0.mp4"
+        tqdm.write(f"{path}: an episode of return {episode.total:.2f}", file=sys.stderr)

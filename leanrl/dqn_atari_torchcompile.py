@@ -342,8 +342,8 @@ def first_to_learn(args, run):
 def train(args, on_start=lambda run: None):
     """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
     keep_freed_memory()
-    check_replay(args)
     with Run(args) as run:
+        check_replay(args)
         check_compile(args, run.device)
         envs = make_games(args, run.folder)
         learner = DQN(args, envs, run.device)
@@ -396,8 +396,8 @@ class FlatNetwork:
     def __init__(self, network, batched=True, pin_memory=False):
         """`batched` calls the members of an nn.ModuleList as one network: faster if compiled or captured."""
         self.network = network
-        self.batched = batched
         self.several = isinstance(network, nn.ModuleList)
+        self.batched = batched and self.several
         self.members = list(network) if self.several else [network]
         first = self.members[0]
         for layer in first.modules():
@@ -417,21 +417,22 @@ class FlatNetwork:
         device = next(first.parameters()).device
         self.weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
         for name, view in self.views(self.weights).items():
-            for member, value in zip(self.members, view, strict=True):
+            for member, value in zip(self.members, view if self.several else [view], strict=True):
                 parameter = member.get_parameter(name)
                 value.copy_(parameter.detach())
                 parameter.requires_grad_(False)
                 parameter.data = value
 
     def views(self, weights):
-        """Parameters by name as views of a flat vector, (members, *shape)."""
-        views = {}
+        """Parameters by name as views of a flat vector; those of several members have a leading dimension."""
+        lead = (len(self.members),) if self.several else ()
         parameters = weights.split(self.sizes)[::2]  # without the gaps
+        views = {}
         for (name, shape), parameter in zip(self.shapes.items(), parameters, strict=True):
             if len(shape) == 2:
-                views[name] = parameter.view(-1, *reversed(shape)).mT
+                views[name] = parameter.view(*lead, *reversed(shape)).mT
             else:
-                views[name] = parameter.view(-1, *shape)
+                views[name] = parameter.view(*lead, *shape)
         return views
 
     def call(self, parameters, *inputs):
@@ -439,15 +440,17 @@ class FlatNetwork:
 
     def __call__(self, *inputs, weights=None):
         """The network's outputs, (batch, ...), or those of all members, (members, batch, ...)."""
+        if weights is None and not self.batched and not torch.compiler.is_compiling():
+            outputs = [member(*inputs) for member in self.members]  # in eager mode functional_call costs time
+            return torch.stack(outputs) if self.several else outputs[0]
         views = self.views(self.weights if weights is None else weights)
-        if self.several and self.batched:
+        if not self.several:
+            return self.call(views, *inputs)
+        if self.batched:
             inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
             return vmap(self.call, randomness="different")(views, *inputs)
-        outputs = []
-        for i in range(len(self.members)):
-            parameters = {name: view[i] for name, view in views.items()}
-            outputs.append(self.call(parameters, *inputs))
-        return torch.stack(outputs) if self.several else outputs[0]
+        members = zip(*(view.unbind() for view in views.values()), strict=True)
+        return torch.stack([self.call(dict(zip(views, member, strict=True)), *inputs) for member in members])
 
     def cpu_copy(self):
         """A copy of the network on the CPU, with parameters that are contiguous as torch.export likes them."""
@@ -475,8 +478,10 @@ class Adam:
         self.decay = torch.ones_like(self.betas)  # beta1**t and beta2**t after t steps
 
     def __setattr__(self, name, value):
-        if name in vars(self):
-            vars(self)[name].copy_(torch.as_tensor(value))
+        if name in vars(self) and torch.is_tensor(value):
+            vars(self)[name].copy_(value)
+        elif name in vars(self):
+            vars(self)[name].fill_(value)  # unlike a copy from the CPU this does not wait for the device
         elif torch.is_tensor(value):
             super().__setattr__(name, value)
         else:
@@ -882,6 +887,14 @@ def has_nan(state):
     return any(tensor.isnan().any() for tensor in tensors)
 
 
+class ProgressBar(tqdm):
+    """A progress bar that does without stderr where that is closed or full."""
+
+    def display(self, *args, **kwargs):
+        with suppress(OSError):
+            super().display(*args, **kwargs)
+
+
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
@@ -932,7 +945,8 @@ class Run:
         if self.args.track:
             self.track()
         self.writer = SummaryWriter(self.folder)
-        self.bar = tqdm(total=self.args.total_timesteps, initial=self.step, unit="step", dynamic_ncols=True)
+        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.bar.set_description("compiling" if self.config["compile"] else "warming up")
         self.start_time = self.log_time = time.perf_counter()
 
@@ -994,10 +1008,7 @@ class Run:
         if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
             self.steady = (self.step, time.perf_counter())
             self.bar.set_description("training", refresh=False)
-        try:
-            self.bar.update(self.args.num_envs)
-        except OSError:  # nobody reads stderr any more
-            self.bar.disable = True
+        self.bar.update(self.args.num_envs)
 
     def end_episode(self, i):
         """Log the episode that is over in environment `i`."""
@@ -1011,6 +1022,7 @@ class Run:
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
@@ -1065,7 +1077,7 @@ class Run:
             with suppress(OSError):
                 self.bar.close()
         if self.signal is not None and not isinstance(error, SystemExit):
-            if error is not None:
+            if isinstance(error, Exception):
                 note(f"after the signal: {one_line(error)}")
             raise SystemExit(128 + self.signal)
 
@@ -1074,6 +1086,7 @@ class Run:
         steady_step, steady_time = self.steady or (self.step, end_time)
         mean_return = float(np.mean(self.last_returns)) if self.last_returns else math.nan
         results = {
+            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
             "global_step": self.step,
             "episodes": self.episodes,
             "episodic_return": mean_return if math.isfinite(mean_return) else None,

@@ -167,6 +167,7 @@ class DQN:
         self.arriving_weights = torch.zeros_like(self.acting_q.weights, pin_memory=on_cuda)
         self.arriving_weights.copy_(self.q.weights)
         self.weights_arrived = torch.cuda.Event() if on_cuda else HostEvent()
+        self.buffers = list(zip(self.acting_q.network.buffers(), self.q.network.buffers(), strict=True))
 
         shapes = {"obs": (self.obs_dim,), "next_obs": (self.obs_dim,), "actions": (), "rewards": (), "terminated": ()}
         require_memory(args, "buffer_size", bytes_each=4 * sum(math.prod(shape) for shape in shapes.values()))
@@ -174,6 +175,7 @@ class DQN:
         self.block_size = steps * self.num_envs  # transitions that are collected on the host before they are sent
         self.replay = DeviceReplayBuffer(args.buffer_size, shapes, device, spare=self.block_size)
         self.host_block = torch.zeros(self.block_size + 1, self.replay.width, pin_memory=on_cuda)
+        self.host_rows = self.host_block.numpy()
         self.block = self.host_block.to(device)  # on a CPU the same memory
         self.block_sent = torch.cuda.Event() if on_cuda else HostEvent()
         self.collected = 0
@@ -199,12 +201,15 @@ class DQN:
         self.optimizers["q"].step(self.q.weights, gradient)
         return {"q_values": q.detach().mean(), "td_loss": td_loss.detach()}
 
+    def uniform(self):
+        """Numbers from [0, 1) that pick a batch, (batch,); in float64, since float32 would skip rows of a million."""
+        return torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)
+
     def learn(self):
         """One update. It draws random numbers outside of compiled functions, so that all modes draw the same ones, and
         inside of the CUDA graph, so that each replay draws new ones.
         """
-        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)  # float32 skips rows
-        self.scalars.store(**self.store_and_update(uniform))
+        self.scalars.store(**self.store_and_update(self.uniform()))
 
     def update(self):
         """Launch one update: on a CUDA device it may still run when this returns.
@@ -213,8 +218,8 @@ class DQN:
         """
         self.weights_arrived.synchronize()
         self.acting_q.weights.copy_(self.arriving_weights)
-        for acting, newest in zip(self.acting_q.network.buffers(), self.q.network.buffers(), strict=True):
-            acting.copy_(newest)
+        for acting_buffer, buffer in self.buffers:
+            acting_buffer.copy_(buffer)
         self.send_block()
         self.learn()
         self.arriving_weights.copy_(self.q.weights, non_blocking=True)
@@ -245,13 +250,13 @@ class DQN:
             self.store_block()
         if self.collected == 0:
             self.block_sent.synchronize()
-        rows = self.host_block[self.collected : self.collected + self.num_envs]
-        self.replay.pack(transitions, rows.numpy())
+        rows = self.host_rows[self.collected : self.collected + self.num_envs]
+        self.replay.pack(transitions, rows)
         self.collected += self.num_envs
 
     def send_block(self):
         """Send the collected transitions to the device, and, in the last row, their number."""
-        self.host_block[-1, 0] = self.collected  # the last copy is over: `store` or `update` has waited for it
+        self.host_rows[-1, 0] = self.collected  # the last copy is over: `store` or `update` has waited for it
         self.block.copy_(self.host_block, non_blocking=True)
         self.block_sent.record()
         self.collected = 0
@@ -327,8 +332,8 @@ def turns(frequency, step, num_envs):
 
 def train(args, on_start=lambda run: None):
     """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    check_replay(args)
     with Run(args) as run:
+        check_replay(args)
         check_compile(args, run.device)
         envs = DirectEnvs(make_envs(args, run.folder))
         require_discrete_actions(args, envs)
@@ -380,8 +385,8 @@ class FlatNetwork:
     def __init__(self, network, batched=True, pin_memory=False):
         """`batched` calls the members of an nn.ModuleList as one network: faster if compiled or captured."""
         self.network = network
-        self.batched = batched
         self.several = isinstance(network, nn.ModuleList)
+        self.batched = batched and self.several
         self.members = list(network) if self.several else [network]
         first = self.members[0]
         for layer in first.modules():
@@ -401,21 +406,22 @@ class FlatNetwork:
         device = next(first.parameters()).device
         self.weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
         for name, view in self.views(self.weights).items():
-            for member, value in zip(self.members, view, strict=True):
+            for member, value in zip(self.members, view if self.several else [view], strict=True):
                 parameter = member.get_parameter(name)
                 value.copy_(parameter.detach())
                 parameter.requires_grad_(False)
                 parameter.data = value
 
     def views(self, weights):
-        """Parameters by name as views of a flat vector, (members, *shape)."""
-        views = {}
+        """Parameters by name as views of a flat vector; those of several members have a leading dimension."""
+        lead = (len(self.members),) if self.several else ()
         parameters = weights.split(self.sizes)[::2]  # without the gaps
+        views = {}
         for (name, shape), parameter in zip(self.shapes.items(), parameters, strict=True):
             if len(shape) == 2:
-                views[name] = parameter.view(-1, *reversed(shape)).mT
+                views[name] = parameter.view(*lead, *reversed(shape)).mT
             else:
-                views[name] = parameter.view(-1, *shape)
+                views[name] = parameter.view(*lead, *shape)
         return views
 
     def call(self, parameters, *inputs):
@@ -423,15 +429,17 @@ class FlatNetwork:
 
     def __call__(self, *inputs, weights=None):
         """The network's outputs, (batch, ...), or those of all members, (members, batch, ...)."""
+        if weights is None and not self.batched and not torch.compiler.is_compiling():
+            outputs = [member(*inputs) for member in self.members]  # in eager mode functional_call costs time
+            return torch.stack(outputs) if self.several else outputs[0]
         views = self.views(self.weights if weights is None else weights)
-        if self.several and self.batched:
+        if not self.several:
+            return self.call(views, *inputs)
+        if self.batched:
             inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
             return vmap(self.call, randomness="different")(views, *inputs)
-        outputs = []
-        for i in range(len(self.members)):
-            parameters = {name: view[i] for name, view in views.items()}
-            outputs.append(self.call(parameters, *inputs))
-        return torch.stack(outputs) if self.several else outputs[0]
+        members = zip(*(view.unbind() for view in views.values()), strict=True)
+        return torch.stack([self.call(dict(zip(views, member, strict=True)), *inputs) for member in members])
 
     def cpu_copy(self):
         """A copy of the network on the CPU, with parameters that are contiguous as torch.export likes them."""
@@ -459,8 +467,10 @@ class Adam:
         self.decay = torch.ones_like(self.betas)  # beta1**t and beta2**t after t steps
 
     def __setattr__(self, name, value):
-        if name in vars(self):
-            vars(self)[name].copy_(torch.as_tensor(value))
+        if name in vars(self) and torch.is_tensor(value):
+            vars(self)[name].copy_(value)
+        elif name in vars(self):
+            vars(self)[name].fill_(value)  # unlike a copy from the CPU this does not wait for the device
         elif torch.is_tensor(value):
             super().__setattr__(name, value)
         else:
@@ -814,6 +824,14 @@ def has_nan(state):
     return any(tensor.isnan().any() for tensor in tensors)
 
 
+class ProgressBar(tqdm):
+    """A progress bar that does without stderr where that is closed or full."""
+
+    def display(self, *args, **kwargs):
+        with suppress(OSError):
+            super().display(*args, **kwargs)
+
+
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
@@ -864,7 +882,8 @@ class Run:
         if self.args.track:
             self.track()
         self.writer = SummaryWriter(self.folder)
-        self.bar = tqdm(total=self.args.total_timesteps, initial=self.step, unit="step", dynamic_ncols=True)
+        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.bar.set_description("compiling" if self.config["compile"] else "warming up")
         self.start_time = self.log_time = time.perf_counter()
 
@@ -926,10 +945,7 @@ class Run:
         if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
             self.steady = (self.step, time.perf_counter())
             self.bar.set_description("training", refresh=False)
-        try:
-            self.bar.update(self.args.num_envs)
-        except OSError:  # nobody reads stderr any more
-            self.bar.disable = True
+        self.bar.update(self.args.num_envs)
 
     def end_episode(self, i):
         """Log the episode that is over in environment `i`."""
@@ -943,6 +959,7 @@ class Run:
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
@@ -997,7 +1014,7 @@ class Run:
             with suppress(OSError):
                 self.bar.close()
         if self.signal is not None and not isinstance(error, SystemExit):
-            if error is not None:
+            if isinstance(error, Exception):
                 note(f"after the signal: {one_line(error)}")
             raise SystemExit(128 + self.signal)
 
@@ -1006,6 +1023,7 @@ class Run:
         steady_step, steady_time = self.steady or (self.step, end_time)
         mean_return = float(np.mean(self.last_returns)) if self.last_returns else math.nan
         results = {
+            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
             "global_step": self.step,
             "episodes": self.episodes,
             "episodic_return": mean_return if math.isfinite(mean_return) else None,

@@ -721,6 +721,8 @@ def emulated_cuda(late=True, seed=0):
         "is_current_stream_capturing": lambda: device.capture is not None and device.current in device.capture.streams,
         "get_rng_state": device.get_rng_state,
         "set_rng_state": device.set_rng_state,
+        "get_rng_state_all": lambda: [device.get_rng_state()],
+        "set_rng_state_all": lambda states: device.set_rng_state(*states),
         "manual_seed": device.manual_seed,
         "manual_seed_all": device.manual_seed,  # torch.manual_seed calls it
         "set_sync_debug_mode": device.set_sync_debug_mode,

@@ -118,7 +118,7 @@ def unused(source):
 
 
 CALLED_BY_OTHERS = {"__init__", "__call__", "__enter__", "__exit__", "__setattr__", "forward"}
-FRAMEWORK = {"gym.vector.VectorEnv", "gym.vector.VectorWrapper"}  # whose methods gymnasium calls
+FRAMEWORK = {"gym.vector.VectorEnv", "gym.vector.VectorWrapper", "tqdm"}  # whose methods others call
 
 
 @each_script

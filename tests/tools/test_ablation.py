@@ -3,27 +3,22 @@
 import importlib
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "benchmark"), str(ROOT / "benchmark" / "tips")]
-import ablation  # noqa: E402
-import double_buffer  # noqa: E402
-import scaling  # noqa: E402
-import tip  # noqa: E402
-import tricks  # noqa: E402
-import turns  # noqa: E402
+from benchmark.report.tables import spread
+from benchmark.scripts import load
+from benchmark.studies import ablation, scaling, tricks
+from benchmark.studies.tips import before_after
 
 EAGER = [(algo, trick) for algo in tricks.TRICKS for trick in ablation.tricks_of(algo, "eager")]
 COMPILED_ALONE = [(a, trick) for a in tricks.TRICKS for trick in tricks.TRICKS[a] if "eager" not in trick.modes]
 MACHINE = {"cpu": "processor", "cores": 2, "memory_gib": 8, "gpu": None, "packages": {"torch": "2"}}
 WRONG = [  # edits that are no tricks
     ("sac_continuous_action", "next_actions).amin(0)", "next_actions).amax(0)"),
-    ("td3_continuous_action", "self.target_actor_weights.lerp_(", "self.target_actor_weights.lerp("),
+    ("td3_continuous_action", "self.target_actor.weights.lerp_(", "self.target_actor.weights.lerp("),
     ("ppo_continuous_action", "gamma * gae_lambda * (1 - ended)", "gamma * gae_lambda * (1 - terminated)"),
     ("dqn", "self.args.gamma * next_q", "0.98 * next_q"),
 ]
@@ -84,15 +79,15 @@ class Args:
     total_timesteps: int
     seed: int
     run_dir: str
-    measure_burnin: int = 0
 
-def train(args, on_log):
-    for step in range(0, args.total_timesteps, 10):
+def train(args, on_start):
+    run = SimpleNamespace(steady=(0, 0.0), step=0, log=lambda losses: None, folder=Path(args.run_dir) / "run")
+    on_start(run)
+    for run.step in range(0, args.total_timesteps, 10):
         time.sleep({seconds})
-        on_log(None, {{}}, step)
-    folder = Path(args.run_dir) / "run"
-    folder.mkdir()
-    (folder / "summary.json").write_text(json.dumps({{"wall_seconds": 0}}))
+        run.log({{}})
+    run.folder.mkdir()
+    (run.folder / "summary.json").write_text(json.dumps({{"wall_seconds": 0}}))
 """
 
 
@@ -113,7 +108,7 @@ def test_measuring(tmp_path, monkeypatch):
     speeds = json.loads(path.read_text())["modes"]["eager"]["steps_per_second"]
     ratios = [with_it / without for with_it, without in zip(speeds["untouched"], speeds["numpy_acting"], strict=True)]
     assert len(ratios) == 2 and min(ratios) > 1.3
-    assert f"| `on_host` | {ablation.run.spread(ratios, '{:.2f}')} |" in ablation.text("dqn", tmp_path / "results")
+    assert f"| `on_host` | {spread(ratios, '{:.2f}')} |" in ablation.text("dqn", tmp_path / "results")
 
 
 def write(path, data):
@@ -129,7 +124,7 @@ def test_table_of_tricks(tmp_path):
     assert any("2.00 (1.10 to 3.00)" in line for line in lines)
     assert "Env-v0, 2-core processor, 8 GiB, torch 2:" in lines
     assert any(line.endswith("| `DirectEnvs.step` | not measured | not measured |") for line in lines)
-    assert any(line.endswith("| `cheap_guards` |  | not measured |") for line in lines)
+    assert any(line.endswith("| `compiled` |  | not measured |") for line in lines)
 
 
 def test_table_and_plot_of_scaling(tmp_path):
@@ -149,35 +144,25 @@ def test_table_and_plot_of_scaling(tmp_path):
 def test_table_of_tips(tmp_path):
     data = {"seconds": {"before": [3.0, 2.0, 4.0], "after": [1.0, 1.0, 1.0]}}
     write(tmp_path / "results" / "a-machine" / "tips" / "in_place.json", data)
-    table = tip.table(tmp_path / "results")
+    table = before_after.table(tmp_path / "results")
     assert "3.00 (2.00 to 4.00)" in table
-    assert table.count("not measured") == len(tip.TIPS) - 1
+    assert table.count("not measured") == len(before_after.TIPS) - 1
 
 
-def test_table_of_double_buffering(tmp_path):
-    once, *others = double_buffer.WAYS
-    speeds = {once: [100, 300, 200]} | {way: [200, 300, 200] for way in others}
-    data = {"env_id": "Pong-v5", "num_envs": 8, "machine": MACHINE, "steps_per_second": {"0": speeds}}
-    write(tmp_path / "results" / "a-machine" / "double_buffer.json", data)
-    table = double_buffer.table(tmp_path / "results")
-    assert table.startswith("8 games of Pong-v5, 2-core processor, 8 GiB:")
-    assert table.endswith("\n| 0 | 200" + 3 * " | 200, 1.00 (1.00 to 2.00)" + " |")
-
-
-@pytest.mark.parametrize("name", [name for name in tip.TIPS if name != "keep_freed_memory"])
+@pytest.mark.parametrize("name", [name for name in before_after.TIPS if name != "keep_freed_memory"])
 def test_both_ways_of_a_tip_do_the_same(name):
     """Where `keep_freed_memory` differs is the process."""
-    module = importlib.import_module(name)
+    module = importlib.import_module(f"benchmark.studies.tips.{name}")
     torch.testing.assert_close(module.before(), module.after(), rtol=1e-4, atol=1e-6)
 
 
 def test_scaling_repeats_why_a_run_has_ended(capsys):
-    def train(args, on_log):
+    def train(args, on_start):
         print("error: --compile True: install g++", file=sys.stderr)
         raise SystemExit(2)
 
     with pytest.raises(SystemExit) as stop:
-        scaling.train(SimpleNamespace(Args=SimpleNamespace, train=train), {}, on_log=None)
+        scaling.train(SimpleNamespace(Args=SimpleNamespace, train=train), {}, on_start=None)
     assert stop.value.code == 2 and capsys.readouterr().err == "error: --compile True: install g++\n"
 
 
@@ -186,7 +171,7 @@ def test_a_point_of_scaling_counts_what_an_update_computes():
     point = scaling.measure("dqn", {"batch_size": 32, "num_envs": 2}, {"compile": False}, seconds=0.1)
     layers = (4 * 120, 120 * 84, 84 * 2)
     assert point["matmul_flops"] == 2 * 32 * (3 * sum(layers) + sum(layers[1:]))
-    again = scaling.matmuls_alone(turns.load("dqn_torchcompile"), point["flags"], period=2)
+    again = scaling.matmuls_alone(load("dqn_torchcompile"), point["flags"], period=2)
     assert again["matmul_flops"] == point["matmul_flops"]
     assert point["updates_per_step"] == pytest.approx(0.1, rel=0.1)
     assert len(point["steps_per_second"]) == len(point["update_seconds"]) == scaling.WINDOWS

@@ -1,4 +1,4 @@
-"""Rounds in turns, the matrix over them, and the monitor."""
+"""Interleaved rounds, the matrix over them, and the monitor."""
 
 import json
 import os
@@ -14,15 +14,11 @@ import pytest
 import torch
 import tyro
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmark"))
-import matrix  # noqa: E402
-import modes  # noqa: E402
-import monitor  # noqa: E402
-import overhead  # noqa: E402
-import run  # noqa: E402
-import scaling  # noqa: E402
-import turns  # noqa: E402
+from benchmark import ROOT
+from benchmark.algorithms import ALGORITHMS
+from benchmark.scripts import load
+from benchmark.speed import compare, matrix, monitor, rounds
+from benchmark.studies import compile_modes, instrument_overhead, scaling
 
 
 def write(folder, sps, episodic_return=1.0, matmuls="highest"):
@@ -37,7 +33,7 @@ def test_table_of_medians_ranges_and_ratios_within_a_round(tmp_path, capsys):
         write(tmp_path / "plain" / str(seed) / "run", plain)
         write(tmp_path / "eager" / str(seed) / "run", eager, None, matmuls="highest" if seed < 3 else "high")
     with pytest.raises(SystemExit) as ended:
-        run.main(run.Args(report_only=True, run_dir=tmp_path))
+        compare.main(compare.Args(report_only=True, run_dir=tmp_path))
     lines = capsys.readouterr().out.splitlines()
     assert ended.value.code == 0 and lines[0].startswith("sac_continuous_action on Env-v0, 1 environment(s), CPU")
     rows = [
@@ -49,21 +45,22 @@ def test_table_of_medians_ranges_and_ratios_within_a_round(tmp_path, capsys):
 
 
 def program(path, body):
-    """A stand-in for a training process: `body` may use `turns`, whose turns have 10 steps."""
-    imports = f"import os, sys, time\nsys.path.append({str(ROOT / 'benchmark')!r})\nfrom turns import Turns\n"
-    path.write_text(f"{imports}turns = Turns(600)\n{body}")
+    """A stand-in for a training process: `body` may use `slices`, which have 10 steps each."""
+    imports = f"import os, sys, time\nsys.path.append({str(ROOT)!r})\n"
+    imports += "from benchmark.speed.interleaved import TimeSlices\n"
+    path.write_text(f"{imports}slices = TimeSlices(600)\n{body}")
     return path
 
 
-def test_turns_count_neither_waiting_nor_an_unfinished_turn(tmp_path):
-    """Turns end at the steps 15, 25 and 35; printing is no signal."""
+def test_slices_count_neither_waiting_nor_an_unfinished_one(tmp_path):
+    """Slices end at the steps 15, 25 and 35; printing is no signal."""
     body = """
 for step in (5, 10, 15, 25, 35, 38):
     print("noise")
-    turns(step)
+    slices(step)
     time.sleep(0.01)
-steps, seconds = zip(*turns.done)
-print(sum(steps), sum(seconds), turns.waited, file=turns.channel)
+steps, seconds = zip(*slices.done)
+print(sum(steps), sum(seconds), slices.waited, file=slices.channel)
 """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen([sys.executable, program(tmp_path / "program.py", body)], **pipes)
@@ -76,17 +73,16 @@ print(sum(steps), sum(seconds), turns.waited, file=turns.channel)
 
 
 def test_a_process_that_nobody_drives_any_more_ends(tmp_path):
-    command = [sys.executable, program(tmp_path / "program.py", "turns(1)\nprint('alive', file=turns.channel)")]
+    command = [sys.executable, program(tmp_path / "program.py", "slices(1)\nprint('alive', file=slices.channel)")]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "over\n"
 
 
-@pytest.mark.parametrize("death", ["os._exit(3)", "turns(1)\nos._exit(3)", "turns(1)\nturns(11)\nos._exit(3)"])
-def test_a_mode_that_dies_leaves_the_rest_of_its_round_alone(death, tmp_path, monkeypatch):
-    body = f"for step in range(0, 50, 10):\n    turns(step)\nopen({str(tmp_path / 'done')!r}, 'w')"
+@pytest.mark.parametrize("death", ["os._exit(3)", "slices(1)\nos._exit(3)", "slices(1)\nslices(11)\nos._exit(3)"])
+def test_a_mode_that_dies_leaves_the_rest_of_its_round_alone(death, tmp_path):
+    body = f"for step in range(0, 50, 10):\n    slices(step)\nopen({str(tmp_path / 'done')!r}, 'w')"
     modes = {"good": [str(program(tmp_path / "good.py", body))], "bad": [str(program(tmp_path / "bad.py", death))]}
-    monkeypatch.setattr(run, "MODES", modes)
-    statuses = run.run_round(run.Args(run_dir=tmp_path / "runs"), list(modes), seed=1)
+    statuses = rounds.run_round(rounds.RoundArgs(run_dir=tmp_path / "runs"), modes, seed=1)
     assert statuses == {"good": 0, "bad": 3} and (tmp_path / "done").exists()
 
 
@@ -99,11 +95,12 @@ def test_only_runs_that_were_measured_give_speeds(speed, status, message, tmp_pa
 (folder,) = [Path(word.split("=")[1]) / "run" for word in sys.argv if word.startswith("--run-dir=")]
 folder.mkdir()
 (folder / "summary.json").write_text(json.dumps({{"steady_sps": {speed}}}))
-turns(1)
+slices(1)
 sys.exit({status})
 """
     programs = {"one": [str(program(tmp_path / "one.py", f"import json\nfrom pathlib import Path\n{body}"))]}
-    measured = partial(run.run_programs, "dqn", programs, (1, 2), tmp_path / "runs", run.RunArgs(total_timesteps=300))
+    settings = rounds.RunArgs(total_timesteps=300)
+    measured = partial(rounds.run_programs, "dqn", programs, (1, 2), tmp_path / "runs", settings)
     if message:
         with pytest.raises(SystemExit, match=f"error: dqn, one: {message}"):
             measured()
@@ -111,36 +108,37 @@ sys.exit({status})
         assert measured() == {"one": [{"steady_sps": 7.5}] * 2}
 
 
-def test_a_round_that_is_interrupted_leaves_no_process(tmp_path, monkeypatch):
-    body = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nfor step in range(10**9):\n    turns(step)"
-    monkeypatch.setattr(run, "MODES", {"endless": [str(program(tmp_path / "endless.py", body))]})
-    turns = iter(range(3))
+def test_a_round_that_is_interrupted_leaves_no_process(tmp_path):
+    body = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nfor step in range(10**9):\n    slices(step)"
+    programs = {"endless": [str(program(tmp_path / "endless.py", body))]}
+    slices = iter(range(3))
 
-    def on_turn(mode):
-        if next(turns) == 2:
+    def on_slice(name):
+        if next(slices) == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run.run_round(run.Args(run_dir=tmp_path / "runs"), ["endless"], 1, on_turn)
+        rounds.run_round(rounds.RoundArgs(run_dir=tmp_path / "runs"), programs, 1, on_slice)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_a_round_takes_turns(tmp_path, monkeypatch):
-    """Two modes of which each notes its turns; the shorter run ends first."""
-    log = tmp_path / "turns.txt"
-    body = "for step in range(0, {}, 10):\n    turns(step)\n    open({!r}, 'a').write('{}')"
+def test_a_round_is_interleaved(tmp_path):
+    """Two modes of which each notes its time slices; the shorter run ends first."""
+    log = tmp_path / "slices.txt"
+    programs = {}
+    body = "for step in range(0, {}, 10):\n    slices(step)\n    open({!r}, 'a').write('{}')"
     for name, steps in (("a", 30), ("b", 50)):
         path = program(tmp_path / f"{name}.py", body.format(steps, str(log), name))
-        monkeypatch.setitem(run.MODES, name, [str(path)])
-    run.run_round(run.Args(run_dir=tmp_path / "runs"), ["a", "b"], seed=1)
+        programs[name] = [str(path)]
+    rounds.run_round(rounds.RoundArgs(run_dir=tmp_path / "runs"), programs, seed=1)
     assert log.read_text() == "abababbb"
 
 
 def test_a_real_round(tmp_path):
     flags = ["--modes", "plain", "eager", "--seeds", "1", "--env-id", "Pendulum-v1", "--total-timesteps", "5300"]
-    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *flags, "--run-dir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmark.speed.compare", *flags, "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith(("| plain", "| eager"))]
     assert len(rows) == 2 and not any("none" in row or "not measured" in row for row in rows)
@@ -157,17 +155,17 @@ def refused(capsys, main, args):
 
 def test_bad_input(tmp_path, capsys):
     write(tmp_path / "plain" / "1" / "run", 1)
-    line = refused(capsys, run.main, run.Args(run_dir=tmp_path))
+    line = refused(capsys, compare.main, compare.Args(run_dir=tmp_path))
     assert line.startswith(f"error: --run-dir {tmp_path}: it holds runs")
-    line = refused(capsys, run.main, run.Args(modes=("fast",)))
+    line = refused(capsys, compare.main, compare.Args(modes=("fast",)))
     assert line.startswith("error: --modes fast: choose from plain, eager")
-    line = refused(capsys, run.main, run.Args(algo="sac_atari", modes=("sb3",)))  # which has no SAC-discrete
+    line = refused(capsys, compare.main, compare.Args(algo="sac_atari", modes=("sb3",)))  # which has no SAC-discrete
     assert line.startswith("error: --modes sb3: choose from plain, eager")
-    line = refused(capsys, run.main, run.Args(modes=("cudagraphs",)))
+    line = refused(capsys, compare.main, compare.Args(modes=("cudagraphs",)))
     assert line.startswith("error: --modes cudagraphs: none of them can run here")
     line = refused(capsys, scaling.main, scaling.Args(cudagraphs=True))
     assert line.startswith("error: --cudagraphs True: there is no CUDA device")
-    line = refused(capsys, run.main, run.Args(algo="a2c"))
+    line = refused(capsys, compare.main, compare.Args(algo="a2c"))
     assert line.startswith("error: --algo a2c: choose from sac_continuous_action")
     line = refused(capsys, matrix.main, matrix.Args(algos=("ppo_continuous_action",), modes=("sb3",), learn=True))
     assert line.startswith("error: --modes sb3: choose from plain, eager")
@@ -215,7 +213,7 @@ flags = dict(word[2:].split("=", 1) for word in sys.argv[1:] if "=" in word)
 with open({notes!r}, "a") as file:
     print("{mode}", flags["seed"], os.getpid(), file=file)
 for step in range(0, {steps}, 10):
-    turns(step)
+    slices(step)
     while flags["seed"] == "2" and step == 20 and os.path.exists({hang!r}):
         time.sleep(0.01)
 {crash}
@@ -238,7 +236,7 @@ def stand_ins(tmp_path, monkeypatch):
             values = {"notes": str(notes), "hang": str(tmp_path / "hang"), "steps": 30, "mode": mode, "speed": speed}
             body = STAND_IN.format(**values, crash=crash if mode == "eager" else "")
             modes[mode] = [str(program(tmp_path / f"{mode}.py", body))]
-        monkeypatch.setattr(run, "MODES", modes)
+        monkeypatch.setattr(rounds, "MODES", modes)
         return modes
 
     return write, lambda: [line.split() for line in notes.read_text().splitlines()]
@@ -298,8 +296,9 @@ def test_matrix_goes_on_after_it_was_killed(tmp_path, stand_ins, monkeypatch):
     (tmp_path / "hang").touch()
     settings = {"algos": ("dqn",), "modes": ("plain", "eager"), "seeds": (1, 2)}
     settings |= {"out": str(tmp_path / "results"), "run_dir": str(tmp_path / "runs")}
-    lines = [f"import sys; sys.path.append({str(ROOT / 'benchmark')!r})", "from pathlib import Path"]
-    lines += ["import matrix, run", f"run.MODES = {write()!r}", f"settings = {settings!r}"]
+    lines = [f"import sys; sys.path.append({str(ROOT)!r})", "from pathlib import Path"]
+    lines += ["from benchmark.speed import matrix, rounds"]
+    lines += [f"rounds.MODES = {write()!r}", f"settings = {settings!r}"]
     lines += ["settings |= {name: Path(settings[name]) for name in ('out', 'run_dir')}"]
     lines += ["matrix.main(matrix.Args(**settings))"]
     with open(tmp_path / "matrix.log", "w") as log:
@@ -331,12 +330,13 @@ def test_dry_run_prints_the_commands(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings = {"flags": "--gamma 0", "out": Path("elsewhere")}
     out, _ = commands(capsys, algos=("sac_atari",), modes=("plain", "compile+cudagraphs"), seeds=(21, 31), **settings)
-    steps = run.DEFAULTS["sac_atari"].steps
+    steps = ALGORITHMS["sac_atari"].steps
     folder = "runs/matrix/speed/sac_atari/BeamRider-v5"
     common = f"--env-id=BeamRider-v5 --total-timesteps={steps} --seed={{0}} --run-dir={folder}/"
     own = "/{0} --learning-starts 1000 --buffer-size 100000 --gamma 0"
-    plain = f"python benchmark/turns.py sac_atari {common}plain{own}"
-    turbo = f"python benchmark/turns.py sac_atari_torchcompile --compile --cudagraphs {common}compile+cudagraphs{own}"
+    program = "python -m benchmark.speed.interleaved"
+    plain = f"{program} sac_atari {common}plain{own}"
+    turbo = f"{program} sac_atari_torchcompile --compile --cudagraphs {common}compile+cudagraphs{own}"
     assert out.splitlines() == [plain.format(21), turbo.format(21), turbo.format(31), plain.format(31)]
     out, _ = commands(capsys, algos=("sac_atari",), modes=("compile",), seeds=(21,), learn=True)
     folder = "runs/matrix/learning/sac_atari/BeamRider-v5/compile/21"
@@ -366,7 +366,7 @@ def test_modes_of_which_none_can_run(capsys, monkeypatch):
     monkeypatch.setattr(matrix, "find_spec", lambda module: True)
     out, _ = commands(capsys, algos=("sac_atari", "dqn"), modes=("sb3",), seeds=(1,))
     (line,) = out.splitlines()  # SAC for Atari has no peers
-    assert line.startswith("python benchmark/peers.py sb3 dqn")
+    assert line.startswith("python -m benchmark.speed.peers sb3 dqn")
     with pytest.raises(SystemExit) as ended:
         commands(capsys, modes=("cudagraphs",))
     assert ended.value.code == 2
@@ -412,38 +412,37 @@ writer.close()
 def test_modes_table():
     speeds = {"eager": [100.0], "default": [200.0], "max-autotune-no-cudagraphs": [210.0]}
     warmups = {"eager": [1.0], "default": [20.0], "max-autotune-no-cudagraphs": [30.0]}
-    rows = modes.rows({"algo": "dqn", "steps_per_second": speeds, "warmup_seconds": warmups})
+    rows = compile_modes.rows({"algo": "dqn", "steps_per_second": speeds, "warmup_seconds": warmups})
     assert rows == [
         ["DQN, CartPole-v1", "eager", "100", "0.50", "1"],
         ["DQN, CartPole-v1", "default", "200", "1.00", "20"],
-        ["DQN, CartPole-v1", "reduce-overhead", "not measured", "", ""],
-        ["DQN, CartPole-v1", "max-autotune", "not measured", "", ""],
         ["DQN, CartPole-v1", "max-autotune-no-cudagraphs", "210", "1.05", "30"],
     ]
 
 
-@pytest.mark.parametrize("algo", run.DEFAULTS)
+@pytest.mark.parametrize("algo", ALGORITHMS)
 def test_scripts_understand_the_flags_of_the_modes(algo):
-    script = turns.load(f"{algo}_torchcompile")
-    for flags in modes.MODES.values():
+    script = load(f"{algo}_torchcompile")
+    for flags in compile_modes.MODES.values():
         tyro.cli(script.Args, args=flags)
 
 
 def test_overhead_is_a_ratio_to_the_run_alone():
-    """Of all turns together: 0.2 and 0.25 seconds here, with one step in each turn."""
+    """Of all slices together: 0.2 and 0.25 seconds here, with one step in each slice."""
     speeds = {"none": [100.0, 100.0, 50.0] * 5, "--watch": [100.0, 50.0, 50.0] * 5}
-    ((name, instrument, cell, *others),) = overhead.rows({"algo": "dqn", "modes": {"eager": speeds}})
+    ((name, instrument, cell, *others),) = instrument_overhead.rows({"algo": "dqn", "modes": {"eager": speeds}})
     assert (name, instrument, others) == ("DQN, CartPole-v1", "`--watch`", ["not measured"] * 3)
     ratio, low, high = map(float, re.findall(r"[\d.]+", cell))
     assert ratio == 0.8 and 0.65 < low < 0.75 and 0.85 < high <= 1
 
 
-def test_watched_programs_train_in_turns(tmp_path):
+def test_programs_with_instruments_train_interleaved(tmp_path):
     programs = {
-        "none": ["watched.py", "", "dqn"],
-        "both": ["watched.py", "--random-baseline 2 --watch-gradients", "dqn"],
+        "none": [*instrument_overhead.INSTRUMENTED, "", "dqn"],
+        "both": [*instrument_overhead.INSTRUMENTED, "--random-baseline 2 --watch-gradients", "dqn"],
     }
-    settings = run.RunArgs(total_timesteps=2000, flags="--learning-starts 500 --buffer-size 1000")
-    summaries = run.run_programs("dqn", programs, (1,), tmp_path / "runs", settings)
-    assert "random_return" in summaries["both"][0] and "random_return" not in summaries["none"][0]
+    settings = rounds.RunArgs(total_timesteps=2000, flags="--learning-starts 500 --buffer-size 1000")
+    summaries = rounds.run_programs("dqn", programs, (1,), tmp_path / "runs", settings)
+    baselines = [path.relative_to(tmp_path / "runs").parts[0] for path in tmp_path.rglob("random_baseline.json")]
+    assert baselines == ["both"]
     assert summaries["both"][0]["episodic_return"] == summaries["none"][0]["episodic_return"]

@@ -1,22 +1,20 @@
-"""The counts of benchmark/launches.json hold: what `train` launches, copies and waits for, in steady state.
+"""The counts of results/launches.json hold: what `train` launches, copies and waits for, in steady state.
 
-Where a change of the scripts is meant to change them: `python benchmark/launches.py --write`, and look at the diff.
+Where a change of the scripts is meant to change them: `python -m benchmark.studies.launches --write`, and look at the
+diff.
 """
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmark"))
-import launches  # noqa: E402
+from benchmark.studies import launches
 
 DATA = json.loads(launches.DATA.read_text())
 SLOW = [(algo, "eager") for algo in launches.RUNS if algo not in ("td3_continuous_action", "dqn")]  # the same as graphs
 SLOW.append(("sac_atari", "compile"))  # half a minute
+BATCHED = ("sac_continuous_action", "td3_continuous_action", "sac_atari")  # eager critics run one after the other
 COUNTED = [(algo, mode) for algo in launches.RUNS for mode in launches.MODES if (algo, mode) not in SLOW]
 
 
@@ -25,14 +23,17 @@ def test_counts_are_those_in_the_file(algo, mode):
     if not torch.__version__.startswith(DATA["torch"]):
         pytest.skip(f"counted with torch {DATA['torch']}")
     counts = launches.count(algo, mode)
-    assert counts == DATA["scripts"][algo][mode], "if this is meant: python benchmark/launches.py --write"
+    assert counts == DATA["scripts"][algo][mode], "if this is meant: python -m benchmark.studies.launches --write"
 
 
 @pytest.mark.parametrize("algo", launches.RUNS)
 def test_graphs_hold_all_operators_and_change_no_copy_and_no_wait(algo):
-    eager, graphed = (DATA["scripts"][algo][mode] for mode in ("eager", "cudagraphs"))
-    for part, counts in graphed.items():
+    eager, captured = (DATA["scripts"][algo][mode] for mode in ("eager", "cudagraphs"))
+    for part, counts in captured.items():
         launched = counts.get("operators", 0) + counts.get("nodes", 0)
-        assert launched == eager[part].get("operators", 0), part
+        if algo in BATCHED:
+            assert launched <= eager[part].get("operators", 0), part
+        else:
+            assert launched == eager[part].get("operators", 0), part
         for name in ("calls per step", "h2d", "h2d bytes", "d2h", "d2h bytes", "waits"):
             assert counts.get(name) == eager[part].get(name), (part, name)

@@ -5,16 +5,15 @@ import json
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmark"))
-import run  # noqa: E402
+from benchmark import ROOT
+from benchmark.algorithms import ALGORITHMS
+from benchmark.speed import rounds
 
-PROGRAM = str(ROOT / "benchmark" / "peers.py")
+PROGRAM = (sys.executable, "-m", "benchmark.speed.peers")
 DIFFERENT = {  # the settings that cannot be made equal
     ("ppo_continuous_action", "sbx"): {"learning rates", "clip of the values"},
     ("sac_continuous_action", "sb3"): {"matrices", "learning rates"},
@@ -22,7 +21,7 @@ DIFFERENT = {  # the settings that cannot be made equal
     ("dqn", "sbx"): {"matrices"},
     ("ppo_atari_envpool", "sbx"): {"matrices", "learning rates", "clip of the values"},
 }
-SMALL = {  # flags with which a run has two turns or more
+SMALL = {  # flags with which a run has two time slices or more
     "ppo_continuous_action": "--env-id Pendulum-v1 --total-timesteps 10240",
     "sac_continuous_action": "--env-id Pendulum-v1 --total-timesteps 400 --learning-starts 100",
     "td3_continuous_action": "--env-id Pendulum-v1 --total-timesteps 400 --learning-starts 100",
@@ -39,31 +38,31 @@ def peers(monkeypatch):
     pytest.importorskip("stable_baselines3")
     pytest.importorskip("sbx")
     monkeypatch.setenv("PJRT_NPROC", "1")  # `prepare` sets it
-    return importlib.import_module("peers")
+    return importlib.import_module("benchmark.speed.peers")
 
 
 def test_modes_of_an_algorithm():
-    assert run.modes_of("dqn")[-2:] == ["sb3", "sbx"]
-    assert run.modes_of("sac_atari") == list(run.MODES)
+    assert rounds.modes_of("dqn")[-2:] == ["sb3", "sbx"]
+    assert rounds.modes_of("sac_atari") == list(rounds.MODES)
 
 
 def test_without_the_packages_one_line_says_what_to_install():
-    code = "import sys; sys.modules['stable_baselines3'] = None; import peers"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmark", capture_output=True, text=True)
+    code = "import sys; sys.modules['stable_baselines3'] = None; import benchmark.speed.peers"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and "requirements/peers.txt" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_all_algorithms_with_peers_are_offered_them(peers):
-    for algo in run.DEFAULTS:
-        assert (algo in peers.ALGORITHMS) == ("sb3" in run.modes_of(algo))
-    assert peers.ALGORITHMS.keys() == SMALL.keys() and peers.PEER_MODULES.keys() == run.PEERS.keys()
+    for algo in ALGORITHMS:
+        assert (algo in peers.CLASSES) == ("sb3" in rounds.modes_of(algo))
+    assert peers.CLASSES.keys() == SMALL.keys() and peers.PEER_MODULES.keys() == rounds.PEERS.keys()
 
 
 @cache
 def settings(algo):
-    return importlib.import_module("peers").settings(algo)
+    return importlib.import_module("benchmark.speed.peers").settings(algo)
 
 
 @both_peers
@@ -81,14 +80,14 @@ def steps(optimizers):
 
 @pytest.mark.parametrize("algo", ["ppo_continuous_action", "sac_continuous_action", "td3_continuous_action", "dqn"])
 def test_optimisers_make_as_many_steps_as_ours(peers, algo, tmp_path):
-    name = peers.ALGORITHMS[algo]
+    name = peers.CLASSES[algo]
     env_id = "CartPole-v1" if name == "DQN" else "Pendulum-v1"
     length = {"total_timesteps": 2048} if name == "PPO" else {"total_timesteps": 300, "learning_starts": 100}
     script = importlib.import_module(f"leanrl.{algo}")
     args = script.Args(env_id=env_id, run_dir=str(tmp_path), **length)
     learners = []
-    script.train(args, lambda learner, losses, step: learners.append(learner))
-    ours = steps(learners[-1].optimizers)
+    script.train(args, on_start=lambda run: learners.append(run.learner))
+    ours = steps(learners[0].optimizers)
 
     models = {}
     for peer in peers.PEER_MODULES:
@@ -109,7 +108,7 @@ def test_games_are_those_of_our_script(peers):
     """The peers see what our script sees, but for the steps in which an episode starts: they have no such steps."""
     script = importlib.import_module("leanrl.dqn_atari")
     args = script.Args(num_envs=1)
-    ours, theirs = script.AtariEnvs(args, 1, args.seed), peers.Games(script, args)
+    ours, theirs = script.AtariEnvs(args, args.seed), peers.Games(script, args)
     assert np.array_equal(ours.reset()[0], theirs.reset())
     rng = np.random.default_rng(0)
     ends = games = 0
@@ -131,9 +130,9 @@ def test_games_are_those_of_our_script(peers):
 
 @both_peers
 @all_algorithms
-def test_a_run_takes_turns_and_writes_a_summary(peers, algo, peer, tmp_path):
-    command = [sys.executable, PROGRAM, peer, algo, *SMALL[algo].split(), "--run-dir", str(tmp_path)]
-    done = subprocess.run(command, input="\n" * 1000, capture_output=True, text=True)
+def test_a_run_has_time_slices_and_writes_a_summary(peers, algo, peer, tmp_path):
+    command = [*PROGRAM, peer, algo, *SMALL[algo].split(), "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, input="\n" * 1000, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     [path] = tmp_path.glob("*/summary.json")
     summary = json.loads(path.read_text())
@@ -144,8 +143,8 @@ def test_a_run_takes_turns_and_writes_a_summary(peers, algo, peer, tmp_path):
 
 def test_a_round_with_peers(peers, tmp_path):
     flags = ["--algo", "dqn", "--modes", "plain", "sb3", "sbx", "--seeds", "1", "--total-timesteps", "1000"]
-    command = [sys.executable, str(ROOT / "benchmark" / "run.py"), *flags, "--run-dir", str(tmp_path)]
-    done = subprocess.run([*command, "--flags=--learning-starts 100"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmark.speed.compare", *flags, "--run-dir", str(tmp_path)]
+    done = subprocess.run([*command, "--flags=--learning-starts 100"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith(("| plain", "| sb3", "| sbx"))]
     assert len(rows) == 3 and not any("none (" in row or "not measured" in row for row in rows)
@@ -162,6 +161,6 @@ def test_a_round_with_peers(peers, tmp_path):
     ],
 )
 def test_bad_input(peers, words, message):
-    done = subprocess.run([sys.executable, PROGRAM, *words.split()], capture_output=True, text=True)
+    done = subprocess.run([*PROGRAM, *words.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1

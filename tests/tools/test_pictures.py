@@ -1,18 +1,17 @@
 """The pictures in the documentation: learning curves, the random policy beside them, what the network gets as input."""
 
-import sys
+import itertools
 
 import conftest
+import gymnasium as gym
 import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from test_benchmark import ROOT
 from test_ppo_atari import SHAPE, ScriptedPool
 
-sys.path.append(str(ROOT / "benchmark"))
-import contact_sheet
-import curves
+from benchmark import ROOT
+from benchmark.report import contact_sheet, curves
 
 SCRIPT = conftest.PLAIN["ppo_atari"]
 
@@ -47,7 +46,7 @@ def bright_pool(monkeypatch):
 
 def test_contact_sheet_has_the_last_step_of_each_kind(bright_pool):
     """And of ordinary ones the one with most motion: 6 and not 7."""
-    labels, observations = zip(*contact_sheet.play(SCRIPT.AtariEnvs(SCRIPT.Args(), 1, 0)), strict=True)
+    labels, observations = zip(*contact_sheet.play(SCRIPT.AtariEnvs(SCRIPT.Args(num_envs=1), 0)), strict=True)
     kinds = {2: "point", 4: "life lost", 5: "reset: next life", 6: "play", 8: "end of the game", 9: "reset: next game"}
     assert labels == tuple(f"step {t}\n{kind}\nreward {int(t == 2)}" for t, kind in kinds.items())
     assert [int(obs[3, 0, 0]) for obs in observations] == [100 + 2 * t for t in kinds]
@@ -74,28 +73,47 @@ def test_contact_sheet_shows_frames_from_the_oldest_to_the_newest(bright_pool, t
     assert (found[[0, 1, 2, 4, 5], 4, 1, 1] == 255).all()
 
 
-def test_random_policy_plays_as_many_whole_games_in_each_environment(tmp_path, monkeypatch, capsys):
-    """For the game's own rewards; in the second one games are short, and worth 2 a step."""
-    given = []
+class Paying(gym.Env):
+    """Episodes as long as `lengths` say, over and over; each step is worth `reward`."""
 
-    def make_pool(args, num_envs, seed, **settings):
-        given.append((args.env_id, num_envs, seed, settings))
-        return ScriptedPool(["..l.gg", "g.t"])
+    observation_space = action_space = gym.spaces.Discrete(2)
 
-    monkeypatch.setattr(SCRIPT, "make_pool", make_pool)
+    def __init__(self, lengths, reward):
+        self.lengths = itertools.cycle(lengths)
+        self.reward = reward
+
+    def reset(self, *, seed=None, options=None):
+        self.left = next(self.lengths)
+        return 0, {}
+
+    def step(self, action):
+        self.left -= 1
+        return 0, self.reward, self.left == 0, False, {}
+
+
+def test_random_policy_plays_as_many_games_in_each_environment(tmp_path, monkeypatch, capsys):
+    """In the second one games are short, and worth 2 a step."""
+    games = {("Pong-v5", 7): ([5, 1], 1), ("Pong-v5", 8): ([1, 2], 2)}
+    monkeypatch.setattr(curves, "make_env", lambda env_id, seed: Paying(*games[env_id, seed]))
     path = tmp_path / "curves.csv"
     path.write_text("exp_name,env_id,seed,step,episodic_return\nppo,Pong-v5,1,1000,-20.50\n")
     curves.measure_random(path, "Pong-v5", seed=7, num_envs=2, games=3)
-    settings = {"episodic_life": False, "reward_clip": False, "render_mode": None}
-    assert given == [("Pong-v5", 2, 7, settings)]
     returns = {7: [5, 1, 5], 8: [2, 4, 2]}
     rows = [f"random,Pong-v5,{seed},0,{value}.00" for seed, values in returns.items() for value in values]
     assert path.read_text().splitlines()[1:] == ["ppo,Pong-v5,1,1000,-20.50", *rows]
     assert capsys.readouterr().out == "6 games: mean return 3.17 ± 0.70, standard deviation 1.57\n"
 
 
+def test_random_returns_are_those_of_whole_games(tmp_path):
+    """Of an Atari game too: at random, Pong is lost by 15 points or more."""
+    pytest.importorskip("envpool")
+    curves.measure_random(tmp_path / "curves.csv", "Pong-v5", seed=3, num_envs=1, games=1)
+    (row,) = (tmp_path / "curves.csv").read_text().splitlines()[1:]
+    assert row.startswith("random,Pong-v5,3,0,-") and float(row.split(",")[-1]) <= -15
+
+
 def test_a_new_file_of_random_returns_has_a_header(tmp_path, monkeypatch):
-    monkeypatch.setattr(SCRIPT, "make_pool", lambda *args, **settings: ScriptedPool(["g"]))
+    monkeypatch.setattr(curves, "make_env", lambda env_id, seed: Paying([1], 1))
     for _ in range(2):
         curves.measure_random(tmp_path / "curves.csv", "Pong-v5", num_envs=1, games=1)
     rows = (tmp_path / "curves.csv").read_text().splitlines()

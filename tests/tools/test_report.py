@@ -6,16 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmark"))
-import figures  # noqa: E402
-import machine  # noqa: E402
-import report  # noqa: E402
+from benchmark import ROOT
+from benchmark.algorithms import ALGORITHMS
+from benchmark.report import figures, machine, pages
 
 CPU = {
     "cpu": "AMD EPYC",
@@ -32,17 +29,17 @@ PLAIN = {21: (100.0, 2.0), 31: (80.0, 1.0)}  # steps per second and warm-up seco
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     """A copy of the pages and curves in tmp_path, and a function that adds a result beside them."""
-    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
     (tmp_path / "doc" / "artifacts").mkdir(parents=True)
-    pages = [ROOT / "README.md", *(ROOT / "doc").glob("*.*")]
-    for path in [*pages, *(ROOT / "doc").glob("artifacts/*.csv"), *(ROOT / "doc").glob("artifacts/*.png")]:
+    documents = [ROOT / "README.md", *(ROOT / "doc").glob("*.*")]
+    for path in [*documents, *(ROOT / "doc").glob("artifacts/*.csv"), *(ROOT / "doc").glob("artifacts/*.png")]:
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
 
     def add(algo, mode, seed, kind="speed", where=CPU, **parts):
-        task = report.DEFAULTS[algo]
+        env_id = ALGORITHMS[algo].env_id
         plain = dict(zip(("steady_sps", "warmup_seconds"), PLAIN[seed], strict=True))
-        result = {"algo": algo, "env_id": task.env_id, "mode": mode, "seed": seed, "machine": where, "plain": plain}
-        folder = tmp_path / "results" / machine.slug(where) / kind / algo / task.env_id / mode
+        result = {"algo": algo, "env_id": env_id, "mode": mode, "seed": seed, "machine": where, "plain": plain}
+        folder = tmp_path / "results" / machine.slug(where) / kind / algo / env_id / mode
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{seed}.json").write_text(json.dumps(result | parts))
 
@@ -67,7 +64,7 @@ def add_speeds(add):
 def test_speed_table(results):
     """Twice plain's 100 steps/s saves 5 ms a step: 10 s of warm-up more than plain's are back after 2000 steps."""
     add_speeds(results)
-    (table,) = report.speed_tables(report.load(report.ROOT / "results"))
+    (table,) = pages.speed_tables(pages.load(pages.ROOT / "results"))
     assert table.markdown().splitlines() == [
         "2-core AMD EPYC, 24 GiB; torch 2.13.0; precision of float32 matmuls: highest; seeds 21, 31. "
         "Without a CUDA device modes with CUDA graphs are not measured.",
@@ -94,39 +91,40 @@ def test_speed_table(results):
 def test_each_machine_has_its_table(results):
     results("dqn", "plain", 21, **summary(100.0, 2.0))
     results("dqn", "cudagraphs", 21, where=CARD, **summary(1000.0, 1.0))
-    cpu, card = report.speed_tables(report.load(report.ROOT / "results"))
+    cpu, card = pages.speed_tables(pages.load(pages.ROOT / "results"))
     assert [row[1] for row in cpu.rows if "CartPole" in row[0]] == ["plain", "eager", "compile"]
-    assert [row[1] for row in card.rows if "CartPole" in row[0]] == list(report.MODES)
+    assert [row[1] for row in card.rows if "CartPole" in row[0]] == list(pages.MODES)
     assert card.caption.startswith("NVIDIA H200 (driver 580.1), 16-core AMD EPYC, 24 GiB; torch 2.13.0")
     (row,) = (row for row in card.rows if row[1] == "cudagraphs")
     assert row[2:] == ["1000", "10.00", "1.0", "0"]  # it is warm before plain is
 
 
 def test_without_results_nothing_is_measured(results):
-    (table,) = report.speed_tables(report.load(report.ROOT / "results"))
+    (table,) = pages.speed_tables(pages.load(pages.ROOT / "results"))
     assert [row[1:3] for row in table.rows] == [["all", "not measured"]] * 7
-    report.write(report.load(report.ROOT / "results"))
-    assert not report.stale(report.load(report.ROOT / "results"))
+    pages.write(pages.load(pages.ROOT / "results"))
+    assert not pages.stale(pages.load(pages.ROOT / "results"))
 
 
 def test_committed_tables_are_those_of_the_committed_results():
-    done = subprocess.run([sys.executable, "benchmark/report.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmark.report", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", ["README.md", "doc/report.html"])
 def test_check_names_page_and_table_in_which_a_digit_differs(page, results, capsys):
     add_speeds(results)
-    report.write(report.load(report.ROOT / "results"))
+    pages.write(pages.load(pages.ROOT / "results"))
     with pytest.raises(SystemExit) as ended:
-        report.main(report.Args(check=True))
+        pages.main(pages.Args(check=True))
     assert ended.value.code == 0
-    path = report.ROOT / page
+    path = pages.ROOT / page
     text = path.read_text()
     assert text.count("180 (160 to 200)") == 1
     path.write_text(text.replace("180 (160 to 200)", "180 (160 to 201)"))
     with pytest.raises(SystemExit) as ended:
-        report.main(report.Args(check=True))
+        pages.main(pages.Args(check=True))
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 1 and line.startswith(f"error: {page}: table speed is not what its data gives")
 
@@ -134,15 +132,15 @@ def test_check_names_page_and_table_in_which_a_digit_differs(page, results, caps
 @pytest.mark.parametrize("page", ["sac", "td3", "ppo", "dqn", "sac_discrete", "speed"])
 def test_each_digit_of_a_table_matters(page, results):
     """A digit is changed in the last row of each table of a page."""
-    report.write({"speed": {}, "learning": {}})
-    path = report.ROOT / "doc" / f"{page}.md"
+    pages.write({"speed": {}, "learning": {}})
+    path = pages.ROOT / "doc" / f"{page}.md"
     whole = path.read_text()
     ends = [match.start() for match in re.finditer("\\n\\n<!-- end of ", whole)]
     for end in ends:
         *_, digit = (match for match in re.finditer(r"\d|not measured", whole[:end]))
         other = "8" if digit[0] == "7" else "7"
         path.write_text(whole[: digit.start()] + other + whole[digit.end() :])
-        (line,) = report.stale({"speed": {}, "learning": {}})
+        (line,) = pages.stale({"speed": {}, "learning": {}})
         assert line.startswith(f"error: doc/{page}.md: table ")
     assert ends
 
@@ -152,7 +150,7 @@ def test_quick_rounds_count_where_an_algorithm_has_no_full_ones(results):
         results("dqn", "plain", 21, kind="quick", where=where, **summary(50.0, 2.0))
     results("dqn", "plain", 21, where=CARD, **summary(100.0, 2.0))
     results("td3_continuous_action", "plain", 21, kind="quick", where=CARD, **summary(70.0, 2.0))
-    quick, mixed = report.speed_tables(report.load(report.ROOT / "results"))
+    quick, mixed = pages.speed_tables(pages.load(pages.ROOT / "results"))
     speeds = [[row[2] for row in table.rows if row[1] == "plain"] for table in (quick, mixed)]
     assert speeds == [["50"], ["70", "100"]]
     assert "(--quick): all." in quick.caption and "(--quick): TD3, HalfCheetah-v5." in mixed.caption
@@ -188,7 +186,7 @@ def add_learning(add):
 def test_learning_table(results):
     """The last tenth of the steps are those at 1900 and 2000: one would be no tenth, and 1800 is none of it."""
     add_learning(results)
-    (table,) = report.learning_tables(report.load(report.ROOT / "results"))
+    (table,) = pages.learning_tables(pages.load(pages.ROOT / "results"))
     assert table.rows == [
         ["DQN, CartPole-v1", "plain", "21, 31", "2000", "45.5", "40.5 to 50.5", "40"],
         ["DQN, CartPole-v1", "eager", "seed 21 failed: runs/log.txt", "", "", "", ""],
@@ -200,29 +198,29 @@ def test_figures(results):
     """Small, the same each time, and with the names of what they show."""
     add_speeds(results)
     add_learning(results)
-    report.write(report.load(report.ROOT / "results"))
-    page = (report.ROOT / "doc" / "report.html").read_text()
+    pages.write(pages.load(pages.ROOT / "results"))
+    page = (pages.ROOT / "doc" / "report.html").read_text()
     svgs = dict(re.findall(r'<img alt="(\w[^"]*)" src="data:image/svg\+xml;base64,([^"]*)"', page))
     names = ["learning_amd-epyc-2-cores_dqn_CartPole-v1", "load_learning_amd-epyc-2-cores_dqn_CartPole-v1"]
     assert sorted(svgs) == [*names, "speed_amd-epyc-2-cores"]
     learning, load, speed = (base64.b64decode(svgs[name]).decode() for name in sorted(svgs))
-    (path,) = (report.ROOT / "doc" / "artifacts").glob("*.svg")
+    (path,) = (pages.ROOT / "doc" / "artifacts").glob("*.svg")
     assert path.read_text() == speed
-    assert f"](doc/artifacts/{path.name})" in (report.ROOT / "README.md").read_text()
+    assert f"](doc/artifacts/{path.name})" in (pages.ROOT / "README.md").read_text()
     assert all(text in learning for text in ("plain, 2 seeds", "compile, 2 seeds", "wall-clock, minutes"))
     assert all(text in load for text in ("processor, cores", "card, % of time"))
     assert all(f">{mode}<" in speed for mode in ("plain", "eager", "compile", "sbx"))
     assert max(map(len, svgs.values())) < 133_000
-    report.write(report.load(report.ROOT / "results"))
-    assert (report.ROOT / "doc" / "report.html").read_text() == page
+    pages.write(pages.load(pages.ROOT / "results"))
+    assert (pages.ROOT / "doc" / "report.html").read_text() == page
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_page_in_a_browser(results):
     """A browser shows table and figures; a click sorts the rows by their numbers, those without any last."""
     add_speeds(results)
-    report.write(report.load(report.ROOT / "results"))
-    path = report.ROOT / "doc" / "report.html"
+    pages.write(pages.load(pages.ROOT / "results"))
+    path = pages.ROOT / "doc" / "report.html"
     page = path.read_text()
     assert not re.search(r"(src|href)=.(?!data:)", page)  # it needs no other file
     click = '<script>document.querySelectorAll("th")[2].click()</script>'
@@ -234,7 +232,7 @@ def test_page_in_a_browser(results):
     assert [row[2].split()[0] for row in rows[:5]] == ["75", "81", "90", "100", "180"]
     assert rows[4][:3] == ["SAC, HalfCheetah-v5", "compile", "180 (160 to 200)"]
     assert rows[5][2] in ("not measured", "seed 21 failed: runs/eager/21/log.txt")
-    assert "2-core AMD EPYC, 24 GiB" in shown and shown.count("<img ") == 1 + sum(map(len, report.CURVES.values()))
+    assert "2-core AMD EPYC, 24 GiB" in shown and shown.count("<img ") == 1 + sum(map(len, pages.CURVES.values()))
 
 
 @pytest.mark.parametrize(

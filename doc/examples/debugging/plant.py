@@ -1,8 +1,8 @@
-"""Write a copy of a script with a bug in it, to practise on: doc/debugging.md finds them.
+"""Write a copy of a script with a bug in it, to practice on: doc/debugging.md finds them.
 
     python doc/examples/debugging/plant.py first runs/first.py
 
-The bugs are `first`, `second` and `third`: two in PPO for continuous actions, one in PPO for Atari. They stand below in
+The bugs are `first`, `second` and `third`: two in PPO for continuous actions, one in PPO for Atari. They are below in
 plain text: do not look before you have found them.
 """
 
@@ -18,14 +18,14 @@ BUGS = {  # the script, a text that is there once, and what becomes of it
     ),
     "second": (
         "ppo_continuous_action_torchcompile.py",
-        'errors = (values - columns["returns"]).square()',
-        'errors = (values[:, None] - columns["returns"]).square()',
+        'errors = (values - rows["returns"]).square()',
+        'errors = (values[:, None] - rows["returns"]).square()',
     ),
     "third": (
         "ppo_atari_envpool_torchcompile.py",
-        "        obs, rewards, terminated, truncated, infos = self.pool.recv()\n",
+        "        obs, rewards, terminated, truncated, infos = self.pool.step(actions.astype(np.int32))\n",
         """\
-        obs, rewards, terminated, truncated, infos = self.pool.recv()
+        obs, rewards, terminated, truncated, infos = self.pool.step(actions.astype(np.int32))
         self.newest = (getattr(self, "newest", 0) + 1) % 4
         obs = np.roll(obs, self.newest, axis=1)
 """,

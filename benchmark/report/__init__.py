@@ -1,0 +1,1 @@
+"""Tables and figures of what was measured: `python -m benchmark.report --help`."""

@@ -1,0 +1,155 @@
+"""Draw results for the report: speeds, learning curves and load.
+
+Colours are those of Okabe and Ito (2008), which the colour-blind tell apart; line styles and hatches say the same in
+black and white.
+"""
+
+import io
+
+import numpy as np
+from matplotlib import pyplot as plt
+from scipy.stats import bootstrap
+
+from benchmark.algorithms import named
+
+POINTS = 100
+STYLES = {  # colour, line style, hatch
+    "plain": ("#000000", "-", ""),
+    "eager": ("#E69F00", "--", "//"),
+    "compile": ("#0072B2", "-.", "\\\\"),
+    "cudagraphs": ("#009E73", ":", "xx"),
+    "compile+cudagraphs": ("#D55E00", (0, (5, 1)), "--"),
+    "sb3": ("#56B4E9", (0, (1, 1)), "||"),
+    "sbx": ("#CC79A7", (0, (3, 1, 1, 1)), "++"),
+}
+LEGEND = {"loc": "outside lower center", "ncols": 5, "fontsize": 9, "handlelength": 3}
+SETTINGS = {
+    "svg.hashsalt": "leanrl",  # the same file each time
+    "svg.fonttype": "none",
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "hatch.linewidth": 0.5,
+}
+
+
+def interquartile_mean(values, axis=-1):
+    """The mean of the middle half; values at its edges count in part (Agarwal et al. 2021, arXiv:2108.13264)."""
+    values = np.moveaxis(np.sort(values, axis), axis, -1)
+    count = values.shape[-1]
+    places = np.arange(count)
+    weights = np.clip(np.minimum(places + 1, 0.75 * count) - np.maximum(places, 0.25 * count), 0, None)
+    return values @ weights / weights.sum()
+
+
+def middle_and_interval(curves):
+    """Interquartile mean over `curves`, (seeds, points), and a 95% bootstrap interval: its ends, each (points,)."""
+    curves = np.asarray(curves, float)
+    middle = interquartile_mean(curves, axis=0)
+    if len(curves) == 1:
+        return middle, middle, middle
+    settings = {"axis": 0, "vectorized": True, "method": "percentile", "n_resamples": 2000}
+    interval = bootstrap((curves,), interquartile_mean, rng=np.random.default_rng(0), **settings).confidence_interval
+    return middle, interval.low, interval.high
+
+
+def speed_ratios(results):
+    """Speed over plain's of the same round, of each result that has both."""
+    pairs = [(result["summary"]["steady_sps"], result["plain"]["steady_sps"]) for result in results]
+    return [fast / base for fast, base in pairs if fast and base]
+
+
+def save(figure):
+    """A figure as the bytes of an SVG file without a date."""
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def speed_bars(groups):
+    """Ratios to plain by algorithm and mode, with their range over seeds."""
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    modes = list(dict.fromkeys(mode for group in groups.values() for mode in group))
+    width = 0.8 / len(modes)
+    for i, mode in enumerate(modes):
+        measured = [speed_ratios(done(group.get(mode, []))) for group in groups.values()]
+        ratios = [ratios or [0] for ratios in measured]  # no bar
+        middle = np.array([np.median(some) for some in ratios])
+        error = [middle - [min(some) for some in ratios], [max(some) for some in ratios] - middle]
+        colour, _, hatch = STYLES[mode]
+        look = {"facecolor": "white" if hatch else colour, "edgecolor": colour, "hatch": hatch, "label": mode}
+        places = np.arange(len(groups)) + (i + 0.5) * width - 0.4
+        axes.bar(places, middle, width, yerr=error, capsize=2, **look)
+    names = [named(*group).replace(", ", "\n") for group in groups]
+    axes.set_xticks(range(len(groups)), names, fontsize=8)
+    axes.set(ylabel="speed, ratio to plain")
+    axes.grid(axis="x", visible=False)
+    figure.legend(**LEGEND)
+    return figure
+
+
+def learning_curves(title, modes):
+    """Interquartile means over seeds and their intervals, against steps and against wall-clock minutes."""
+    figure, both = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for axes, column, unit in zip(both, (0, 1), (1, 60), strict=True):
+        for mode, results in modes.items():
+            curves = [np.array(result["curve"]).T for result in results if result.get("curve")]
+            if not curves:
+                continue
+            begin = max(curve[column][0] for curve in curves)
+            end = min(curve[column][-1] for curve in curves)
+            grid = np.linspace(begin, end, POINTS)
+            middle, low, high = middle_and_interval([np.interp(grid, curve[column], curve[2]) for curve in curves])
+            colour, style, _ = STYLES[mode]
+            seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
+            axes.plot(grid / unit, middle, color=colour, linestyle=style, label=f"{mode}, {seeds}")
+            axes.fill_between(grid / unit, low, high, color=colour, alpha=0.15, linewidth=0)
+    both[0].set(xlabel="environment steps", ylabel="episodic return")
+    both[1].set(xlabel="wall-clock, minutes")
+    figure.legend(*both[0].get_legend_handles_labels(), **LEGEND)
+    figure.suptitle(title)
+    return figure
+
+
+def load_curves(title, tables):
+    """How busy processor and card were over a run: `tables` are the monitor's by mode."""
+    names = {"cores": "processor, cores", "gpu_percent": "card, % of time"}
+    columns = [name for name in names if any(name in table["columns"] for table in tables.values())]
+    figure, rows = plt.subplots(len(columns), figsize=(8, 3 * len(columns)), squeeze=False, layout="constrained")
+    for axes, column in zip(rows[:, 0], columns, strict=True):
+        for mode, table in tables.items():
+            colour, style, _ = STYLES[mode]
+            samples = np.array(table["rows"])
+            axes.plot(samples[:, 0], samples[:, table["columns"].index(column)], color=colour, ls=style, label=mode)
+        axes.set(xlabel="seconds of the mode's own slices", ylabel=names[column], ylim=(0, None))
+    figure.legend(*rows[0, 0].get_legend_handles_labels(), **LEGEND)
+    figure.suptitle(title)
+    return figure
+
+
+def done(results):
+    """Those of `results` that did not fail."""
+    return [result for result in results if "summary" in result]
+
+
+def draw(groups):
+    """SVG files by name. `groups` has results as {kind: {machine: {(algo, env_id): {mode: [results]}}}}."""
+    drawn = {}
+    with plt.rc_context(SETTINGS):
+        for slug, own in groups["speed"].items():
+            drawn[f"speed_{slug}"] = save(speed_bars(own))
+        for kind, by_machine in groups.items():
+            for slug, own in by_machine.items():
+                for (algo, env_id), modes in own.items():
+                    name = f"{slug}_{algo}_{env_id}".replace("/", "-")
+                    title = named(algo, env_id)
+                    if kind == "learning" and any(run.get("curve") for runs in modes.values() for run in runs):
+                        drawn[f"learning_{name}"] = save(learning_curves(title, modes))
+                    tables = {mode: done(runs)[0].get("monitor") for mode, runs in modes.items() if done(runs)}
+                    tables = {mode: table for mode, table in tables.items() if table and table["rows"]}
+                    if tables:
+                        drawn[f"load_{kind}_{name}"] = save(load_curves(f"{title}, {kind}", tables))
+        plt.close("all")
+    return drawn

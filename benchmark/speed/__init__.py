@@ -1,0 +1,1 @@
+"""The speed of whole runs: `python -m benchmark.speed --help`."""

@@ -1,0 +1,82 @@
+"""Train with one script in time slices, interleaved with other processes: all of them see the same machine.
+
+    python -m benchmark.speed.interleaved sac_continuous_action_torchcompile --compile
+
+is what rounds.py starts once for each mode. A line on standard output says that a slice is over, a line on standard
+input (by hand: Enter) begins the next one.
+"""
+
+import json
+import os
+import sys
+import time
+
+import tyro
+
+from benchmark.scripts import before_each_log, load
+
+
+class TimeSlices:
+    """Divides a run into slices of at least a sixtieth of its steps, and counts steps and seconds within them."""
+
+    def __init__(self, total_timesteps):
+        self.steps = total_timesteps // 60
+        self.begin = None
+        self.done = []  # steps and seconds of each slice
+        self.waited = 0.0
+        self.channel = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what others print goes to the log
+
+    def __call__(self, step):
+        """To be called between environment steps, `step` so far: the first call, and the end of a slice, wait."""
+        now = time.perf_counter()
+        if self.begin:
+            if step - self.begin[0] < self.steps:
+                return
+            self.done.append((step - self.begin[0], now - self.begin[1]))
+        print("over", file=self.channel, flush=True)
+        if not sys.stdin.readline():
+            raise SystemExit("nobody is there any more to begin the next slice")
+        self.begin = (step, time.perf_counter())
+        self.waited += self.begin[1] - now
+
+    @property
+    def steps_per_second(self):
+        if not self.done:
+            return None
+        steps, seconds = zip(*self.done, strict=True)
+        return sum(steps) / sum(seconds)
+
+
+def divide(run, slices):
+    """Let the time slices of a run begin and end at its logs, once its warm-up is over."""
+
+    def on_log():
+        if run.steady:
+            slices(run.step)
+
+    before_each_log(run, on_log)
+
+
+def main(name, *flags, attach=lambda script: None):
+    """Train the script `name` in time slices; `attach` may change its module before."""
+    script = load(name)
+    attach(script)
+    args = tyro.cli(script.Args, args=flags)
+    slices = TimeSlices(args.total_timesteps)
+    runs = []
+
+    def on_start(run):
+        runs.append(run)
+        divide(run, slices)
+
+    script.train(args, on_start=on_start)
+    path = runs[0].folder / "summary.json"
+    summary = json.loads(path.read_text())  # which has counted the others' slices too
+    summary |= {"steady_sps": slices.steps_per_second, "wall_seconds": summary["wall_seconds"] - slices.waited}
+    summary["slice_speeds"] = [steps / seconds for steps, seconds in slices.done]
+    path.write_text(json.dumps(summary, indent=2))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,100 @@
+"""How busy a process keeps the processor and the card, sampled twice a second while it runs."""
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmark.arguments import refuse
+
+INTERVAL = 0.5  # seconds
+ROWS = 100  # of a table
+TICKS = os.sysconf("SC_CLK_TCK")
+CPU_COLUMNS = ["seconds", "cores"]
+GPU_COLUMNS = ["gpu_percent", "gpu_memory_mib", "gpu_watts"]
+
+
+class Monitor:
+    """Samples of several interleaved processes, each with a clock of its own that runs during its time slices."""
+
+    def __init__(self, on):
+        self.on = on
+        self.card = Card() if on and torch.cuda.is_available() else None
+        self.seconds = defaultdict(float)
+        self.samples = defaultdict(list)
+
+    @contextlib.contextmanager
+    def watching(self, name, pid):
+        """Add samples of the session that process `pid` leads to those of `name`, while this context lasts."""
+        if not self.on:
+            yield
+            return
+        begin = time.perf_counter()
+        over = threading.Event()
+        thread = threading.Thread(target=self.sample, args=(name, pid, begin, over))
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            self.seconds[name] += time.perf_counter() - begin
+
+    def sample(self, name, pid, begin, over):
+        """Sample until `over` is set: a slice that is shorter than INTERVAL leaves nothing."""
+        last, last_cpu = begin, cpu_seconds(pid)
+        while not over.wait(INTERVAL):
+            now, cpu = time.perf_counter(), cpu_seconds(pid)
+            row = [self.seconds[name] + now - begin, (cpu - last_cpu) / (now - last)]
+            self.samples[name].append(row + (self.card.sample() if self.card else []))
+            last, last_cpu = now, cpu
+
+    def save(self, name, folder):
+        """Write the table of `name` to monitor.json in `folder`, if this monitor is on."""
+        if self.on:
+            (folder / "monitor.json").write_text(json.dumps(self.table(name)))
+
+    def table(self, name):
+        """Columns and at most ROWS rows, each a mean over as many samples."""
+        rows = self.samples[name]
+        parts = np.array_split(np.array(rows), min(len(rows), ROWS)) if rows else []
+        means = [[round(float(value), 2) for value in part.mean(0)] for part in parts]
+        return {"columns": CPU_COLUMNS + (GPU_COLUMNS if self.card else []), "rows": means}
+
+
+class Card:
+    """The first card, as NVML sees it: all that runs on it, not one process alone."""
+
+    def __init__(self):
+        try:
+            import pynvml
+        except ImportError:
+            refuse("monitor", True, "a card's load is read by nvidia-ml-py: pip install -r requirements/test.txt")
+        self.nvml = pynvml
+        self.nvml.nvmlInit()
+        self.handle = self.nvml.nvmlDeviceGetHandleByIndex(0)
+
+    def sample(self):
+        """What GPU_COLUMNS names: share of time with a kernel at work, MiB in use, watts."""
+        return [
+            self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu,
+            self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used / 2**20,
+            self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000,
+        ]
+
+
+def cpu_seconds(session):
+    """Seconds of processor time that a session's processes and those that they have waited for have used (proc(5))."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that has just ended
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / TICKS

@@ -1,0 +1,450 @@
+"""Train other libraries' agents at the settings of our plain scripts, for their speed (requirements/peers.txt).
+
+    python -m benchmark.speed.compare --algo sac_continuous_action --modes plain eager compile sb3 sbx
+    python -m benchmark.speed.peers --settings
+
+The peers are sb3, Stable-Baselines3, in PyTorch, and sbx, the same algorithms in JAX. compare.py measures them
+interleaved with the modes of this repository. --settings prints the settings of each algorithm side by side: ours, and
+what the peers' models say of themselves.
+"""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import inspect
+import json
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from torch import nn
+
+from benchmark.algorithms import ALGORITHMS
+from benchmark.arguments import refuse, stop
+from benchmark.scripts import load
+from benchmark.speed.interleaved import TimeSlices
+from benchmark.speed.rounds import PEER_MODULES
+
+try:
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.noise import NormalActionNoise
+    from stable_baselines3.common.utils import LinearSchedule
+    from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+except ImportError as error:
+    stop(f"peers.py: pip install -r requirements/peers.txt ({error})")
+
+PACKAGES = {"sb3": ("stable-baselines3", "torch"), "sbx": ("sbx-rl", "jax")}
+CLASSES = {algo: one.name for algo, one in ALGORITHMS.items() if one.has_peers}  # learners', and the peers' for them
+OFF_POLICY = {name: name for name in ("batch_size", "learning_starts", "buffer_size", "gamma", "tau")}
+NAMES = {  # our flags, and the peers' names for them, as arguments and as attributes
+    "PPO": {
+        "num_steps": "n_steps",
+        "update_epochs": "n_epochs",
+        "gamma": "gamma",
+        "gae_lambda": "gae_lambda",
+        "norm_adv": "normalize_advantage",
+        "clip_coef": "clip_range",
+        "ent_coef": "ent_coef",
+        "max_grad_norm": "max_grad_norm",
+    },
+    "SAC": OFF_POLICY | {"target_network_frequency": "target_update_interval"},
+    "TD3": OFF_POLICY
+    | {"policy_frequency": "policy_delay", "policy_noise": "target_policy_noise", "noise_clip": "target_noise_clip"},
+    "DQN": OFF_POLICY
+    | {
+        "target_network_frequency": "target_update_interval",
+        "start_e": "exploration_initial_eps",
+        "end_e": "exploration_final_eps",
+        "exploration_fraction": "exploration_fraction",
+    },
+}
+FLAGS = (
+    "env_id",
+    "total_timesteps",
+    "num_envs",
+    "seed",
+    "run_dir",
+    "threads",
+    "cuda",
+    "learning_starts",
+    "buffer_size",
+)
+BURNIN = 100  # environment steps from the first update to the first slice, in which the rest is compiled
+
+
+class Games(VecEnv):
+    """A script's AtariEnvs for the peers, which want the next episode to start in the step that ends the one before."""
+
+    def __init__(self, script, args):
+        self.envs = script.AtariEnvs(args, args.seed)
+        self.returns = np.zeros(args.num_envs)
+        super().__init__(args.num_envs, self.envs.single_observation_space, self.envs.single_action_space)
+
+    def reset(self):
+        return self.envs.reset()[0]
+
+    def step_async(self, actions):
+        self.actions = actions
+
+    def step_wait(self):
+        obs, rewards, terminated, truncated, infos = self.envs.step(self.actions)
+        ended = terminated | truncated
+        self.returns += infos["raw_rewards"]
+        reports = [{} for _ in ended]
+        for i in ended.nonzero()[0]:
+            reports[i] = {"terminal_observation": obs[i], "TimeLimit.truncated": truncated[i]}
+            if infos["game_ended"][i]:
+                reports[i]["episode"] = {"r": self.returns[i]}
+                self.returns[i] = 0
+        if ended.any():
+            obs = obs.copy()
+            ids = np.flatnonzero(ended)
+            obs[ended], *_ = self.envs.pool.step(np.zeros(ids.size, np.int32), ids)  # the action is ignored
+            self.envs.ended[:] = False
+        return obs, rewards, ended, reports
+
+    def close(self):
+        self.envs.close()
+
+    def get_attr(self, attr_name, indices=None):
+        return [getattr(self.envs, attr_name)] * self.num_envs
+
+    def set_attr(self, attr_name, value, indices=None):
+        raise NotImplementedError
+
+    def env_method(self, method_name, *method_args, indices=None, **method_kwargs):
+        raise NotImplementedError
+
+    def env_is_wrapped(self, wrapper_class, indices=None):
+        return [False] * self.num_envs
+
+
+class Clock(BaseCallback):
+    """Ends time slices where a rollout begins, once the agent has learnt for a while."""
+
+    def __init__(self, total_timesteps):
+        super().__init__()
+        self.slices = TimeSlices(total_timesteps)
+        self.start = time.perf_counter()
+        self.learnt_step = self.warmup_seconds = None
+
+    def _on_step(self):
+        return True
+
+    def _on_rollout_start(self):
+        if not self.model._n_updates:
+            return
+        if self.learnt_step is None:
+            self.learnt_step = self.num_timesteps
+        if self.num_timesteps < self.learnt_step + BURNIN:
+            return
+        if self.warmup_seconds is None:
+            self.warmup_seconds = time.perf_counter() - self.start
+        self.slices(self.num_timesteps)
+
+
+def check_args(peer, script, args):
+    """Refuse flags that would have another meaning for the peer, or none."""
+    defaults = script.Args()
+    for name, value in vars(args).items():
+        if name not in FLAGS and value != getattr(defaults, name):
+            refuse(name, value, f"leave it out: {peer} runs at the script's defaults")
+    if getattr(args, "train_frequency", args.num_envs) % args.num_envs:
+        refuse("num_envs", args.num_envs, f"{peer} needs a divisor of --train-frequency {args.train_frequency}")
+
+
+def prepare(script, args):
+    """As the script's `prepare`, and give JAX, which must not be imported yet, torch's threads and float32 matmuls."""
+    device = script.prepare(args)
+    os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = args.matmul_precision
+    os.environ["PJRT_NPROC"] = str(torch.get_num_threads())
+    return device
+
+
+def is_atari(script):
+    return hasattr(script, "AtariEnvs")
+
+
+def make_ours(algo, script, args):
+    """Our learner, with a replay buffer of next to no size."""
+    make_envs = script.make_games if is_atari(script) else script.make_envs
+    envs = make_envs(args, folder=None)
+    if hasattr(args, "buffer_size"):
+        args = dataclasses.replace(args, buffer_size=2 * args.num_envs)
+    learner = getattr(script, CLASSES[algo])(args, envs, torch.device("cpu"))
+    envs.close()
+    return learner
+
+
+def networks_of(learner):
+    """Our learner's networks by name."""
+    return {name: value for name, value in vars(learner).items() if isinstance(value, nn.Module)}
+
+
+def hidden_layers(peer, algo, learner):
+    """The widths of the hidden layers of our first network, but for those that the peer's convolutional ones have."""
+    network = next(iter(networks_of(learner).values()))
+    network = getattr(network, "actor", network)
+    widths = [layer.out_features for layer in network.modules() if isinstance(layer, nn.Linear)][:-1]
+    return [] if (peer, algo) == ("sb3", "dqn_atari") else widths
+
+
+def make_model(peer, algo, script, args, device):
+    """The peer's agent with its environments, at the settings of `args`."""
+    name = CLASSES[algo]
+    ours = make_ours(algo, script, args)
+    envs = Games(script, args) if is_atari(script) else make_vec_env(args.env_id, args.num_envs)
+    optimizer = next(iter(ours.optimizers.values()))
+    policy = {"net_arch": hidden_layers(peer, algo, ours), "optimizer_kwargs": {"eps": optimizer.defaults["eps"]}}
+    settings = {theirs: getattr(args, flag) for flag, theirs in NAMES[name].items()}
+    if name == "PPO":
+        if hasattr(ours, "normalizer"):
+            envs = VecNormalize(envs, gamma=args.gamma)
+        policy |= {"ortho_init": True}
+        settings |= {"batch_size": args.num_envs * args.num_steps // args.num_minibatches}
+        settings |= {"learning_rate": LinearSchedule(args.learning_rate, 0.0, 1.0)}
+        settings |= {"vf_coef": args.vf_coef / 2}  # of an error that is not halved
+        settings |= {"clip_range_vf": args.clip_coef if peer == "sb3" else None}
+    if name == "SAC":
+        settings |= {"learning_rate": args.policy_lr, "qf_learning_rate": args.q_lr}
+    if name == "TD3":
+        shape = envs.action_space.shape
+        noise = NormalActionNoise(np.zeros(shape), np.full(shape, args.exploration_noise))
+        settings |= {"learning_rate": args.learning_rate, "action_noise": noise}
+    if name == "DQN":
+        settings |= {"learning_rate": args.learning_rate, "train_freq": args.train_frequency // args.num_envs}
+        settings |= {"max_grad_norm": float("inf")}
+    library = getattr(importlib.import_module(PEER_MODULES[peer]), name)
+    known = inspect.signature(library).parameters
+    settings = {name: value for name, value in settings.items() if name in known}
+    kind = "CnnPolicy" if is_atari(script) else "MlpPolicy"
+    return library(kind, envs, **settings, policy_kwargs=policy, seed=args.seed, device=device)
+
+
+def train(peer, algo, *flags):
+    """Train one peer with `flags` of our script `algo`, in time slices, and write summary.json as the scripts do."""
+    if peer not in PEER_MODULES or algo not in CLASSES:
+        choices = f"{' or '.join(PEER_MODULES)}, and one of {', '.join(CLASSES)}"
+        stop(f"peers.py {peer} {algo}: choose {choices}")
+    script = load(algo)
+    args = tyro.cli(script.Args, args=flags)
+    check_args(peer, script, args)
+    device = prepare(script, args)
+    model = make_model(peer, algo, script, args, device)
+    clock = Clock(args.total_timesteps)
+    model.learn(args.total_timesteps, callback=clock, log_interval=None)
+    returns = [episode["r"] for episode in model.ep_info_buffer][-20:]
+    summary = {
+        "script": f"{PEER_MODULES[peer]}.{CLASSES[algo]}",
+        "env_id": args.env_id,
+        "seed": args.seed,
+        "num_envs": args.num_envs,
+        "device": device_name(peer, device),
+        "matmul_precision": args.matmul_precision,
+        "global_step": model.num_timesteps,
+        "episodic_return": float(np.mean(returns)) if returns else None,
+        "steady_sps": clock.slices.steps_per_second,
+        "warmup_seconds": clock.warmup_seconds,
+        "wall_seconds": time.perf_counter() - clock.start - clock.slices.waited,
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES[peer]},
+    }
+    folder = Path(args.run_dir) / f"{args.env_id}__{peer}__{args.seed}__{time.time_ns()}"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
+
+
+def device_name(peer, device):
+    """What a peer computes on, in the scripts' words."""
+    if peer == "sbx":
+        return importlib.import_module("jax").devices()[0].device_kind
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The settings side by side
+# ---------------------------------------------------------------------------------------------------------------------
+
+NOTES = (  # what no setting makes equal and no attribute shows: algorithm or script, peers, sentence
+    (
+        "PPO",
+        "sb3",
+        "the loss of a value is that of its clipped one; ours the larger of both",
+    ),
+    ("PPO", "sb3, sbx", "an update has the learning rate of the next iteration, and so the last one 0"),
+    ("PPO", "sbx", "actor and critic have an optimiser each, and gradients that are clipped apart"),
+    ("ppo_atari_envpool", "sbx", "actor and critic have a convolutional network each, made equal after every step"),
+    ("SAC", "sb3, sbx", "actor and temperature step after each step of the critics; ours twice after every second one"),
+    ("SAC", "sb3, sbx", "the temperature learns from the actor's sample; ours from one more, by the new actor"),
+    ("SAC", "sb3, sbx", "the log standard deviation is clipped to [-20, 2]; ours is bounded by tanh to [-5, 2]"),
+    ("TD3", "sbx", "target networks move after every step of the critics; ours on the actor's turns"),
+    ("TD3", "sbx", "the actor follows the smaller one of both critics; ours the first"),
+    ("DQN", "sb3, sbx", "the loss is Huber's; ours the squared error, by which CartPole-v1 is learnt sooner"),
+    ("DQN", "sb3, sbx", "actions before learning starts are random; ours with the probability of exploration"),
+    ("DQN", "sb3", "gradients are clipped, to a norm that is infinite here; ours are not"),
+    ("dqn_atari", "sb3, sbx", "the replay buffer holds each frame eight times, 56 GB for a million; ours once"),
+    ("ppo_atari_envpool", "sb3, sbx", "an episode starts within the step before; ours in a step that is counted"),
+    ("dqn_atari", "sb3, sbx", "an episode starts within the step before; ours in a step that is counted"),
+)
+
+
+def networks_in_torch(network):
+    """Matrices, activation and precision of a module's networks, target networks left out."""
+    modules = [module for name, module in network.named_modules() if "target" not in name]
+    weights = [module.weight for module in modules if isinstance(module, (nn.Linear, nn.Conv2d))]
+    shapes = [(inputs, outputs, *kernel) for outputs, inputs, *kernel in (weight.shape for weight in weights)]
+    activations = Counter(type(module).__name__ for module in modules if isinstance(module, (nn.ReLU, nn.Tanh)))
+    [(activation, _)] = activations.most_common(1)  # of hidden layers: a last layer may have another
+    return rows_of_networks(shapes, activation, {str(weight.dtype) for weight in weights})
+
+
+def networks_in_jax(policy):
+    """The same of a policy in sbx; both critics of a pair are in one array."""
+    import jax
+
+    states = [getattr(policy, name) for name in ("actor_state", "vf_state", "qf_state") if hasattr(policy, name)]
+    leaves = jax.tree_util.tree_leaves_with_path([state.params for state in states])
+    weights = [leaf for path, leaf in leaves if path[-1].key == "kernel"]
+    shapes = []
+    for weight in weights:
+        *kernel, inputs, outputs = weight.shape
+        if len(kernel) == 1:
+            shapes += kernel[0] * [(inputs, outputs)]
+        else:
+            shapes.append((inputs, outputs, *kernel))
+    return rows_of_networks(shapes, policy.activation_fn.__name__, {str(weight.dtype) for weight in weights})
+
+
+def rows_of_networks(shapes, activation, dtypes):
+    counts = sorted(Counter("x".join(map(str, shape)) for shape in shapes).items())
+    matrices = ", ".join(f"{count} of {shape}" if count > 1 else shape for shape, count in counts)
+    precision = ", ".join(sorted(dtype.removeprefix("torch.") for dtype in dtypes))
+    return {"matrices": matrices, "activation": activation.lower(), "precision": precision}
+
+
+def rows_of_optimizers(eps, rates, annealed):
+    rates = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+    return {"Adam's eps": f"{eps:g}", "learning rates": rates + (", falling to 0" if annealed else "")}
+
+
+def optimizers_in_torch(optimizers, annealed):
+    """Rows of torch's optimisers, by the name of what they optimise."""
+    groups = {name: optimizer.param_groups[0] for name, optimizer in optimizers.items()}
+    [eps] = {group["eps"] for group in groups.values()}
+    return rows_of_optimizers(eps, {name: group["lr"] for name, group in groups.items()}, annealed)
+
+
+def optimizers_of_sb3(name, model):
+    """The optimisers of a model in sb3, by our names."""
+    if name in ("PPO", "DQN"):
+        return {"agent" if name == "PPO" else "q": model.policy.optimizer}
+    optimizers = {"actor": model.actor.optimizer, "critics": model.critic.optimizer}
+    return optimizers | ({"alpha": model.ent_coef_optimizer} if name == "SAC" else {})
+
+
+def our_settings(algo, script, args):
+    """The settings of our script: those of its learner, and flags."""
+    name = CLASSES[algo]
+    learner = make_ours(algo, script, args)
+    rows = networks_in_torch(nn.ModuleDict(networks_of(learner)))
+    rows |= optimizers_in_torch(learner.optimizers, getattr(args, "anneal_lr", False))
+    rows |= {flag: getattr(args, flag) for flag in NAMES[name]}
+    if name == "PPO":
+        rows["minibatch"] = args.num_envs * args.num_steps // args.num_minibatches
+        rows["vf_coef, of half the squared error"] = args.vf_coef
+        rows["clip of the values"] = args.clip_coef if args.clip_vloss else None
+        rows["normalised by running statistics"] = "observations, rewards" if hasattr(learner, "normalizer") else None
+    else:
+        rows["updates in a step"] = 1 / getattr(args, "train_frequency", 1)
+    if name == "SAC":
+        rows["steps of the actor in an update"] = 1
+        rows["target entropy"] = -learner.act_dim
+    if name == "TD3":
+        rows["exploration_noise"] = args.exploration_noise
+    return rows | {"threads": torch.get_num_threads()}
+
+
+def peer_settings(peer, algo, script, args):
+    """The same rows of a peer, as its model has them."""
+    name = CLASSES[algo]
+    model = make_model(peer, algo, script, args, torch.device("cpu"))
+    annealed = model.lr_schedule(0) == 0
+    if peer == "sb3":
+        rows = networks_in_torch(model.policy) | optimizers_in_torch(optimizers_of_sb3(name, model), annealed)
+    else:
+        rate = model.lr_schedule(1)
+        rates = {
+            "PPO": {"actor": rate, "critic": rate},
+            "SAC": {"actor": rate, "critics": getattr(model, "qf_learning_rate", None), "alpha": rate},
+            "TD3": {"actor": rate, "critics": getattr(model, "qf_learning_rate", None)},
+            "DQN": {"q": rate},
+        }[name]
+        rows = networks_in_jax(model.policy)
+        rows |= rows_of_optimizers(model.policy.optimizer_kwargs["eps"], rates, annealed)
+    rows |= {flag: getattr(model, theirs, "-") for flag, theirs in NAMES[name].items()}
+    if name == "PPO":
+        normalizer = model.get_vec_normalize_env()
+        normalized = normalizer and normalizer.norm_obs and normalizer.norm_reward
+        rows["minibatch"] = model.batch_size
+        rows["vf_coef, of half the squared error"] = 2 * model.vf_coef
+        rows["clip of the values"] = model.clip_range_vf
+        rows["normalised by running statistics"] = "observations, rewards" if normalized else None
+    else:
+        rows["updates in a step"] = model.gradient_steps / model.train_freq.frequency
+    if name == "SAC":
+        rows["steps of the actor in an update"] = 1 / getattr(model, "policy_delay", 1)
+        rows["target entropy"] = model.target_entropy
+    if name == "TD3":
+        rows["exploration_noise"] = model.action_noise._sigma[0]
+    model.env.close()
+    return rows | {"threads": torch.get_num_threads() if peer == "sb3" else os.environ["PJRT_NPROC"]}
+
+
+def shown(value):
+    """A setting as text; the peers have schedules for some."""
+    value = value(1) if callable(value) else value
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def settings(algo):
+    """The settings of our script, and of the peers at them: {"ours": {row: text}, "sb3": ..., "sbx": ...}."""
+    script = load(algo)
+    args = script.Args()
+    small_buffer = is_atari(script) and hasattr(args, "buffer_size")
+    if small_buffer:
+        args.buffer_size = 1000  # the peers take memory for all of it
+    prepare(script, args)
+    columns = {"ours": our_settings(algo, script, args)}
+    columns |= {peer: peer_settings(peer, algo, script, args) for peer in PEER_MODULES}
+    if small_buffer:
+        for rows in columns.values():
+            del rows["buffer_size"]
+    return {column: {row: shown(value) for row, value in rows.items()} for column, rows in columns.items()}
+
+
+def tables():
+    """A Markdown table of `settings` for each algorithm, with NOTES below."""
+    pages = ["Bold: it differs from ours. -: the peer has no such setting."]
+    for algo, name in CLASSES.items():
+        columns = settings(algo)
+        lines = [f"### {algo}", "", f"| | {' | '.join(columns)} |", "|---|---|---|---|"]
+        for row, ours in columns["ours"].items():
+            theirs = [columns[peer][row] for peer in PEER_MODULES]
+            lines.append(f"| {row} | {' | '.join([ours, *(t if t == ours else f'**{t}**' for t in theirs)])} |")
+        notes = [f"- {peers}: {note}" for key, peers, note in NOTES if key in (algo, name)]
+        pages.append("\n".join([*lines, "", *notes]))
+    return "\n\n".join(pages)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--settings"]:
+        print(tables())
+    else:
+        train(*sys.argv[1:])

@@ -1,0 +1,188 @@
+"""Rounds: the modes of one algorithm train with one seed, each in a process of its own, in interleaved time slices.
+
+Once warm they train from log to log for at least a sixtieth of the steps at a time (interleaved.py), so that a machine
+that slows down for a while slows all of them. Compiled modes start with an empty compiler cache: warm-up is what a
+first run waits for. A mode that crashes leaves the others alone.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmark.algorithms import ALGORITHMS
+from benchmark.arguments import refuse
+from benchmark.speed.monitor import Monitor
+
+INTERLEAVED = ("-m", "benchmark.speed.interleaved")
+TURBO_FLAGS = {  # of the turbo script, by mode
+    "eager": (),
+    "compile": ("--compile",),
+    "cudagraphs": ("--cudagraphs",),
+    "compile+cudagraphs": ("--compile", "--cudagraphs"),
+}
+MODES = {"plain": (*INTERLEAVED, "{algo}")}
+MODES |= {mode: (*INTERLEAVED, "{algo}_torchcompile", *flags) for mode, flags in TURBO_FLAGS.items()}
+PEERS = {  # only when asked for
+    "sb3": ("-m", "benchmark.speed.peers", "sb3", "{algo}"),
+    "sbx": ("-m", "benchmark.speed.peers", "sbx", "{algo}"),
+}
+PEER_MODULES = {"sb3": "stable_baselines3", "sbx": "sbx"}
+
+
+@dataclass
+class RunArgs:
+    env_id: str | None = None
+    """gymnasium environment (by default the algorithm's in algorithms.py)"""
+    num_envs: int | None = None
+    """environments that step together (by default the script's)"""
+    total_timesteps: int | None = None
+    """environment steps of each run (by default the algorithm's in algorithms.py)"""
+    flags: str = ""
+    """more flags for the scripts, in one word: --flags="--env-backend envpool" """
+    monitor: bool = False
+    """also record how busy processor and card are (a card needs nvidia-ml-py)"""
+
+
+@dataclass
+class RoundArgs(RunArgs):
+    algo: str = "sac_continuous_action"
+    """name of the plain script, without .py"""
+    run_dir: Path = Path("runs/benchmark")
+    """folder for the runs, one sub-folder per mode and seed, with log.txt and, if asked for, monitor.json"""
+
+
+def modes_of(algo):
+    """The modes that an algorithm has, peers last."""
+    return [*MODES, *(PEERS if ALGORITHMS[algo].has_peers else ())]
+
+
+def needs_device(mode):
+    """Whether a mode needs a CUDA device that is not there."""
+    return "cudagraphs" in mode and not torch.cuda.is_available()
+
+
+def possible(modes):
+    """Those of `modes` that this machine can run; refused if there are none."""
+    left = [mode for mode in modes if not needs_device(mode)]
+    if not left:
+        refuse_modes(modes)
+    return left
+
+
+def refuse_modes(modes):
+    """End the program: this machine can run none of `modes`."""
+    refuse("modes", " ".join(modes), "none of them can run here; add plain, eager or compile")
+
+
+def alternating(modes, i):
+    """The modes in the order of round `i`: every second one begins with the last."""
+    return list(modes) if i % 2 == 0 else list(modes)[::-1]
+
+
+def programs_of(algo, modes):
+    """Programs by mode: the words behind `python`, flags that all modes share left out."""
+    return {mode: [word.format(algo=algo) for word in (MODES | PEERS)[mode]] for mode in modes}
+
+
+def command(args, program, seed, folder):
+    """The words behind `python` that run a program with one seed; its run will be in `folder`."""
+    algorithm = ALGORITHMS[args.algo]
+    common = {"env-id": args.env_id or algorithm.env_id, "total-timesteps": args.total_timesteps or algorithm.steps}
+    common |= {"seed": seed, "run-dir": folder}
+    if args.num_envs:
+        common["num-envs"] = args.num_envs
+    common = [f"--{name}={value}" for name, value in common.items()]
+    return [*program, *common, *args.flags.split()]
+
+
+def end_with_parent():
+    """Have this process killed when its parent ends, even if that is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def start(words, folder, **pipes):
+    """Start Python with the arguments `words` in a session of its own; its stderr goes to log.txt in `folder`.
+
+    Ctrl-C is for us alone, but the process ends with us.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "log.txt", "w") as log:
+        settings = {"stderr": log, "text": True, "start_new_session": True, "preexec_fn": end_with_parent}
+        return subprocess.Popen([sys.executable, *words], **settings, **pipes)
+
+
+def end(process):
+    """Kill a process and its compiler, if they are still there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_round(args, programs, seed, on_slice=lambda name: None):
+    """Train `programs`, by name, with one seed: warm up one after the other, then in interleaved time slices.
+
+    Returns exit codes by name: that of a program that has crashed is not 0. `on_slice` is called when a slice begins.
+    """
+    statuses = {}
+    processes = {}
+    folders = {name: args.run_dir / name / str(seed) for name in programs}
+    monitor = Monitor(args.monitor)
+
+    def wait(name):
+        on_slice(name)
+        with monitor.watching(name, processes[name].pid):
+            over = processes[name].stdout.readline()
+        if not over:
+            statuses[name] = processes.pop(name).wait()
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
+        try:
+            for name, program in programs.items():
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{name}"}
+                words = command(args, program, seed, folders[name])
+                processes[name] = start(words, folders[name], env=environment, **pipes)
+                wait(name)
+            while processes:
+                for name in list(processes):
+                    with contextlib.suppress(BrokenPipeError):  # it has died, as `wait` will see
+                        print(file=processes[name].stdin, flush=True)
+                    wait(name)
+        finally:
+            for process in processes.values():
+                end(process)
+    for name, folder in folders.items():
+        monitor.save(name, folder)
+    return statuses
+
+
+def run_programs(algo, programs, seeds, folder, settings):
+    """Train `programs`, by name, side by side, a round for each seed: lists of summaries by name.
+
+    Their runs are in `folder`, which is emptied. SystemExit if one crashes or ends before it is measured. `settings`
+    are RunArgs.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    args = RoundArgs(algo=algo, run_dir=folder, **vars(settings))
+    summaries = {name: [] for name in programs}
+    for i, seed in enumerate(seeds):
+        statuses = run_round(args, {name: programs[name] for name in alternating(programs, i)}, seed)
+        for name, own in summaries.items():
+            runs = folder / name / str(seed)
+            if statuses[name]:
+                raise SystemExit(f"error: {algo}, {name}: a run has crashed; see {runs}/log.txt")
+            (path,) = runs.glob("*/summary.json")
+            own.append(json.loads(path.read_text()))
+            if not own[-1]["steady_sps"]:
+                raise SystemExit(f"error: {algo}, {name}: {args.total_timesteps} steps are too few to be measured")
+    return summaries

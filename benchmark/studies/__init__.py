@@ -1,0 +1,1 @@
+"""Studies of one question each, such as `python -m benchmark.studies.scaling --help`."""

@@ -1,0 +1,177 @@
+"""What each trick is worth: it is taken out of a copy of its script, which then trains beside the untouched one.
+
+    python -m benchmark.studies.ablation --verify  # the copies learn the same, up to rounding; a minute
+    python -m benchmark.studies.ablation           # measure; an hour and a half on 2 cores
+    python -m benchmark.studies.ablation --algos dqn --modes compile
+    python -m benchmark.report                     # put the results into doc/speed.md
+
+A trick is a replacement in the script's text: the scripts have no switches. A round trains the script and all of its
+copies, interleaved (speed/rounds.py), and a trick's worth is the ratio of the two speeds within a round, above 1 where
+it pays.
+"""
+
+import contextlib
+import io
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmark import ROOT
+from benchmark.algorithms import ALGORITHMS
+from benchmark.arguments import check, parse
+from benchmark.report.machine import machine, where
+from benchmark.report.tables import spread
+from benchmark.results import RESULTS, path_here, store
+from benchmark.scripts import before_each_log, load
+from benchmark.speed.rounds import INTERLEAVED, TURBO_FLAGS, RunArgs, possible, run_programs
+from benchmark.studies.tricks import TRICKS, without
+
+MODES = tuple(TURBO_FLAGS)
+STEPS = {"sac_continuous_action": 9_000, "td3_continuous_action": 30_000, "ppo_continuous_action": 60_000}
+STEPS |= {"dqn": 100_000}  # warm-up, and half a minute of steady training on 2 cores
+UNTOUCHED = "untouched"
+TOLERANCE = 2e-5  # of the way that the parameters go
+SHORT = {"batch_size": 32, "buffer_size": 1000, "learning_starts": 50, "total_timesteps": 110}
+VERIFIED = {  # flags of the runs that `--verify` compares; in those of PPO and DQN episodes end
+    "sac_continuous_action": SHORT | {"env_id": "Pendulum-v1"},
+    "td3_continuous_action": SHORT | {"env_id": "Pendulum-v1"},
+    "ppo_continuous_action": {"env_id": "Pendulum-v1", "num_steps": 128, "update_epochs": 2, "total_timesteps": 384},
+    "dqn": SHORT | {"total_timesteps": 350},
+}
+
+
+@dataclass
+class Args:
+    algos: tuple[str, ...] = tuple(TRICKS)
+    """names of the plain scripts"""
+    modes: tuple[str, ...] = MODES
+    """modes to measure; without a CUDA device those with cudagraphs are left out"""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """one round for each seed, of each mode"""
+    total_timesteps: int | None = None
+    """environment steps of each run (by default the algorithm's in STEPS)"""
+    run_dir: Path = Path("runs/ablation")
+    """folder for the copies and their runs; an earlier one of the same algorithm and mode is deleted"""
+    results: Path = RESULTS
+    """folder that receives <machine>/ablation/<algo>.json"""
+    verify: bool = False
+    """only compare what the script and its copies learn in short runs"""
+
+
+def write_copy(algo, trick, folder):
+    """Write the turbo script without `trick`, or as it is (None), to a folder of its own under `folder`."""
+    name = f"{algo}_torchcompile.py"
+    path = folder / (trick.name if trick else UNTOUCHED) / name
+    path.parent.mkdir(parents=True)
+    path.write_text(without(algo, trick) if trick else (ROOT / "leanrl" / name).read_text())
+    return path
+
+
+def tricks_of(algo, mode):
+    return [trick for trick in TRICKS[algo] if mode in trick.modes]
+
+
+def learnt(path, algo, mode):
+    """All parameters of a short run of the script at `path` at its first and at its last log: two vectors."""
+    script = load(str(path))
+    script.LOG_INTERVAL = 10
+    logs = []
+
+    def on_start(run):
+        def on_log():
+            networks = run.learner.state_dict()["networks"].values()
+            logs.append(torch.cat([tensor.double().flatten() for network in networks for tensor in network.values()]))
+
+        before_each_log(run, on_log)
+
+    flags = VERIFIED[algo] | {"compile": "compile" in mode, "cudagraphs": "cudagraphs" in mode}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        script.train(script.Args(run_dir=folder, threads=1, **flags), on_start=on_start)
+    return logs[0], logs[-1]
+
+
+def difference(path, algo, mode, wanted):
+    """How far apart the copy at `path` and the script end, whose `learnt` is `wanted`, as a part of the way it went."""
+    before, after = wanted
+    _, got = learnt(path, algo, mode)
+    return float((got - after).norm() / (after - before).norm())
+
+
+def verify(algo, mode):
+    """Print how far each copy is from the script after a short run; SystemExit(1) if that is more than rounding."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = learnt(write_copy(algo, None, Path(folder)), algo, mode)
+        for trick in tricks_of(algo, mode):
+            far = difference(write_copy(algo, trick, Path(folder)), algo, mode, wanted)
+            print(f"{algo}, {mode}, without {trick.name}: {far:.1e} of the way", flush=True)
+            if not far < TOLERANCE:
+                raise SystemExit(f"error: without {trick.name}, {algo} learns something else")
+
+
+def measure(args, algo, mode):
+    """Steps per second of the untouched script and of each copy, one per seed, by name."""
+    folder = args.run_dir / algo / mode
+    shutil.rmtree(folder, ignore_errors=True)
+    paths = {UNTOUCHED: write_copy(algo, None, folder)}
+    paths |= {trick.name: write_copy(algo, trick, folder) for trick in tricks_of(algo, mode)}
+    programs = {name: [*INTERLEAVED, str(path.resolve()), *TURBO_FLAGS[mode]] for name, path in paths.items()}
+    settings = RunArgs(total_timesteps=args.total_timesteps or STEPS[algo])
+    summaries = run_programs(algo, programs, args.seeds, folder / "runs", settings)
+    return {name: [summary["steady_sps"] for summary in own] for name, own in summaries.items()}
+
+
+def record(args, algo, mode, speeds):
+    """Put one mode's speeds into the results of this machine."""
+    path = path_here(args.results, "ablation", algo)
+    data = json.loads(path.read_text()) if path.exists() else {"algo": algo, "modes": {}}
+    about = {"env_id": ALGORITHMS[algo].env_id, "total_timesteps": args.total_timesteps or STEPS[algo]}
+    about |= {"seeds": args.seeds, "machine": machine()}
+    data["modes"][mode] = about | {"steps_per_second": speeds}
+    store(path, data)
+
+
+def table(algo, data):
+    """A Markdown table of the tricks of one algorithm, with the ratios in `data`, one machine's results or nothing."""
+    known = data["modes"] if data else {}
+    modes = [mode for mode in MODES if mode in known or "cudagraphs" not in mode]
+    lines = [f"| what the script does | where | {' | '.join(modes)} |", f"|---|---|{'---|' * len(modes)}"]
+    for trick in TRICKS[algo]:
+        cells = []
+        for mode in modes:
+            speeds = known[mode]["steps_per_second"] if mode in known else {}
+            if trick.name in speeds and mode in trick.modes:
+                pairs = zip(speeds[UNTOUCHED], speeds[trick.name], strict=True)
+                cells.append(spread([speed / slower for speed, slower in pairs], "{:.2f}"))
+            else:
+                cells.append("not measured" if mode in trick.modes else "")
+        lines.append(f"| {trick.what} | `{trick.where}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def text(algo, results):
+    """The tables of one algorithm, one for each machine that has been measured."""
+    parts = []
+    for path in sorted(results.glob(f"*/ablation/{algo}.json")):
+        data = json.loads(path.read_text())
+        about = next(iter(data["modes"].values()))
+        parts.append(f"{about['env_id']}, {where(about['machine'])}:")
+        parts.append(table(algo, data))
+    return "\n\n".join(parts or [table(algo, None)])
+
+
+def main(args):
+    check("algos", args.algos, TRICKS)
+    check("modes", args.modes, MODES)
+    for algo in args.algos:
+        for mode in possible(args.modes):
+            verify(algo, mode) if args.verify else record(args, algo, mode, measure(args, algo, mode))
+        if not args.verify:
+            print(text(algo, args.results), flush=True)
+
+
+if __name__ == "__main__":
+    main(parse(Args, __doc__))

@@ -1,0 +1,109 @@
+"""What each instrument costs of a run's steady speed.
+
+    python -m benchmark.studies.instrument_overhead  # SAC and PPO for Atari; three quarters of an hour on 2 cores
+    python -m benchmark.report                       # put the results into doc/debugging.md
+
+A round trains a script alone and with each instrument, interleaved (speed/rounds.py), without CUDA graphs where
+there is no CUDA device.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.stats import bootstrap
+
+from benchmark.algorithms import FULL_SOON, named
+from benchmark.arguments import check, parse
+from benchmark.report.machine import machine, where
+from benchmark.report.tables import Table
+from benchmark.results import RESULTS, path_here, store, stored
+from benchmark.speed.rounds import TURBO_FLAGS, RunArgs, possible, run_programs
+
+INSTRUMENTED = ("-m", "benchmark.studies.instrumented")
+ALONE = "none"
+INSTRUMENTS = {
+    ALONE: "",
+    "--watch-gradients": "--watch-gradients",
+    "--random-baseline": "--random-baseline 1",
+    "--dump-frames": "--dump-frames 10000",
+    "--watch": "--watch",
+    "--profile": "--profile",
+}
+ATARI_ONLY = ("--dump-frames",)
+TASKS = {"sac_continuous_action": (5_000, FULL_SOON), "ppo_atari_envpool": (16_000, "")}  # steps, flags
+MODES = tuple(TURBO_FLAGS)
+HEADER = ("", "instrument", *MODES)
+
+
+@dataclass
+class Args:
+    algos: tuple[str, ...] = tuple(TASKS)
+    """names of the plain scripts"""
+    seeds: tuple[int, ...] = (1, 2)
+    """one round for each seed, of each mode"""
+    run_dir: Path = Path("runs/overhead")
+    """folder for the runs; an earlier one of the same algorithm and mode is deleted"""
+    results: Path = RESULTS
+    """folder that receives <machine>/overhead/<algo>.json"""
+
+
+def measure(args, algo, mode):
+    """Steps per second with each instrument, a list over time slices of all seeds."""
+    steps, flags = TASKS[algo]
+    kinds = [name for name in INSTRUMENTS if "atari" in algo or name not in ATARI_ONLY]
+    words = [f"{algo}_torchcompile", *TURBO_FLAGS[mode]]
+    programs = {name: [*INSTRUMENTED, INSTRUMENTS[name], *words] for name in kinds}
+    settings = RunArgs(total_timesteps=steps, flags=flags)
+    summaries = run_programs(algo, programs, args.seeds, args.run_dir / algo / mode, settings)
+    return {name: [speed for summary in own for speed in summary["slice_speeds"]] for name, own in summaries.items()}
+
+
+def ratio(watched, alone, axis=-1):
+    """Speed over all time slices, with an instrument over without: slices have equal numbers of steps."""
+    return np.sum(1 / np.asarray(alone), axis) / np.sum(1 / np.asarray(watched), axis)
+
+
+def cell(speeds, name):
+    """The ratio and its 95% bootstrap interval over slices, by which machines scatter; `speeds` are one mode's."""
+    if name not in speeds:
+        return "not measured"
+    pairs = (speeds[name], speeds[ALONE])
+    settings = {"paired": True, "method": "percentile", "n_resamples": 2000, "rng": np.random.default_rng(0)}
+    interval = bootstrap(pairs, ratio, **settings).confidence_interval
+    return f"{ratio(*pairs):.3f} ({interval.low:.3f} to {interval.high:.3f})"
+
+
+def rows(data):
+    """The rows of one algorithm's results: how much of the speed alone each instrument leaves."""
+    lines = []
+    for name in INSTRUMENTS:
+        if name == ALONE or not any(name in speeds for speeds in data["modes"].values()):
+            continue
+        cells = [cell(data["modes"].get(mode, {}), name) for mode in MODES]
+        lines.append([named(data["algo"]), f"`{name}`", *cells])
+    return lines
+
+
+def table(results):
+    """A Markdown table for each machine that has been measured."""
+    parts = []
+    for measured in stored(results, "overhead", TASKS):
+        lines = [row for data in measured for row in rows(data)]
+        text = f"Speed with an instrument over speed without, and its 95% interval, {where(measured[0]['machine'])}:"
+        parts.append(Table(text, HEADER, lines).markdown())
+    nothing = [["all", "all", *["not measured"] * len(MODES)]]
+    return "\n\n".join(parts) or Table("", HEADER, nothing).markdown()
+
+
+def main(args):
+    check("algos", args.algos, TASKS)
+    for algo in args.algos:
+        modes = {mode: measure(args, algo, mode) for mode in possible(MODES)}
+        data = {"algo": algo, "seeds": args.seeds, "machine": machine(), "modes": modes}
+        store(path_here(args.results, "overhead", algo), data)
+    print(table(args.results))
+
+
+if __name__ == "__main__":
+    main(parse(Args, __doc__))

@@ -1,0 +1,263 @@
+"""Count what an environment step and an update launch, copy and wait for: costs that no busy machine can hide.
+
+    python -m benchmark.studies.launches          # count, and print the table
+    python -m benchmark.studies.launches --write  # three minutes; also rewrite results/launches.json for the report
+
+What is counted is `train` itself, in steady state and with the scripts' defaults, save for a small replay buffer, an
+early start of learning, for DQN no random actions, and for Atari's DQN and SAC target networks that move in time to be
+counted. Eager code and CUDA graphs run on the emulated CUDA device of tests/cuda/emulated_cuda.py. Compiled code runs
+on the CPU: kernels are those that inductor makes for it, called from Python as on CUDA. There it fuses differently; the
+matmuls are much the same.
+
+"leanrl_2024" in results/launches.json is what the LeanRL of 2024 costs, and how that was counted; --write leaves it
+as it is.
+"""
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+from torch._inductor.async_compile import AsyncCompile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmark import ROOT
+from benchmark.algorithms import ALGORITHMS
+from benchmark.arguments import parse
+from benchmark.results import RESULTS
+from benchmark.scripts import Enough, before_each_log, load
+
+sys.path.insert(0, str(ROOT / "tests" / "cuda"))
+from emulated_cuda import emulated_cuda, tensors_in, traits
+
+DATA = RESULTS / "launches.json"
+MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+MODES = {"eager": {}, "cudagraphs": {"cudagraphs": True}, "compile": {"compile": True, "cuda": False}}
+EARLY = {"learning_starts": 190, "buffer_size": 1000}
+EARLY_ATARI = EARLY | {"target_network_frequency": 100}
+GREEDY = {"start_e": 0.0, "end_e": 0.0}
+RUNS = {  # flags, and how many steps to count: whole periods of all that is not done in each step
+    "sac_continuous_action": (EARLY, 100),
+    "td3_continuous_action": (EARLY, 100),
+    "ppo_continuous_action": ({}, 2048),
+    "ppo_atari_envpool": ({}, 128),
+    "dqn": (EARLY | GREEDY, 500),
+    "dqn_atari": (EARLY_ATARI | GREEDY, 100),
+    "sac_atari": (EARLY_ATARI, 100),
+}
+PARTS = ("update", "update_target", "losses")  # methods that are counted by themselves; all else is the step
+WIDE = ("sac_continuous_action", "td3_continuous_action")  # whose updates' matmuls are 256 by 256 by 256 or so
+NODE_US, MATMUL_US = (2, 2.5), (5, 6)  # an estimate for an H100-class card, see doc/speed.md
+COLUMNS = ("operators", "matmuls", "kernels", "replays", "nodes", "h2d", "h2d bytes", "d2h", "d2h bytes", "waits")
+
+
+@dataclass
+class Args:
+    write: bool = False
+    """rewrite results/launches.json"""
+
+
+class Steady:
+    """The `on_start` that has `steps` steps of a run counted from the first log after warm-up, and then ends the run.
+
+    A step is one of all environments together.
+    """
+
+    def __init__(self, counts, steps):
+        self.counts = counts
+        self.steps = steps
+        self.begin = None
+        self.parts = {}
+        self.calls = Counter(step=steps)
+
+    def __call__(self, run):
+        before_each_log(run, lambda: run.steady and self.on_log(run.learner, run.step))
+
+    def on_log(self, learner, step):
+        step //= learner.args.num_envs  # from transitions to steps
+        if self.begin is None:
+            self.begin = step
+            for name in PARTS:
+                if hasattr(learner, name):
+                    setattr(learner, name, self.counting(name, getattr(learner, name)))
+            self.before = self.counts.copy()
+        elif step == self.begin + self.steps:
+            self.parts["step"] = self.counts - self.before - sum(self.parts.values(), Counter())
+            raise Enough
+
+    def counting(self, part, function):
+        """`function`, whose costs are added to those of `part`."""
+        self.parts[part] = Counter()
+
+        def call(*args, **kwargs):
+            before = self.counts.copy()
+            result = function(*args, **kwargs)
+            self.parts[part] += self.counts - before
+            self.calls[part] += 1
+            return result
+
+        return call
+
+    def per_call(self):
+        """Counts of one call of each part, by part, and how many calls of it there are for a step."""
+        return {
+            part: {"calls per step": per(self.calls[part], self.steps)}
+            | {name: per(counts[name], self.calls[part]) for name in COLUMNS if counts[name]}
+            for part, counts in self.parts.items()
+        }
+
+
+def per(count, calls):
+    """An average; whole numbers stay whole."""
+    return count // calls if count % calls == 0 else count / calls
+
+
+class Operators(TorchDispatchMode):
+    """Counts matmuls, convolutions and, where no device does it, operators, those that compiled code calls too."""
+
+    def __init__(self, counts, on_device):
+        super().__init__()
+        self.counts = counts
+        self.on_device = on_device
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if not self.on_device:
+            self.counts["operators"] += computes(operator, args)
+        if not self.on_device or any(tensor.is_cuda for tensor in tensors_in(args)):
+            self.counts["matmuls"] += operator.overloadpacket.__name__ in MATMULS
+        return operator(*args, **(kwargs or {}))
+
+
+def computes(operator, args):
+    """Whether an operator on the CPU would be a launch on a device: a view is none, nor what is a copy to it there."""
+    kind, _, _ = traits(operator)
+    onto_itself = operator is torch.ops.aten.copy_.default and args[0].data_ptr() == args[1].data_ptr()
+    return kind in ("computes", "writes") and not onto_itself
+
+
+@contextlib.contextmanager
+def counted_kernels(counts):
+    """Let compiled code count the kernels it calls."""
+    compile_, pybinding = torch.compile, AsyncCompile.cpp_pybinding
+
+    def compile_to_python(*args, options, **kwargs):
+        return compile_(*args, options=options | {"cpp_wrapper": False}, **kwargs)
+
+    def counting_pybinding(self, *args):
+        kernel = pybinding(self, *args)
+
+        def call(*args):
+            counts["kernels"] += 1
+            return kernel(*args)
+
+        return call
+
+    with (
+        torch._inductor.config.patch(compile_threads=1),  # so that `pybinding` returns the kernel itself
+        patch.object(torch, "compile", compile_to_python),
+        patch.object(AsyncCompile, "cpp_pybinding", counting_pybinding),
+    ):
+        yield
+    torch._dynamo.reset()
+
+
+def count(algo, mode):
+    """What `train` does in steady state, by part: see `Steady.per_call`."""
+    script = load(f"{algo}_torchcompile")
+    flags, steps = RUNS[algo]
+    with contextlib.ExitStack() as stack:
+        if mode == "compile":
+            counts = Counter()
+            stack.enter_context(counted_kernels(counts))
+        else:
+            counts = stack.enter_context(emulated_cuda()).counts
+        stack.enter_context(Operators(counts, on_device=mode != "compile"))
+        run_dir = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        steady = Steady(counts, steps)
+        with contextlib.suppress(Enough):
+            script.train(script.Args(run_dir=run_dir, **flags, **MODES[mode]), on_start=steady)
+    return steady.per_call()
+
+
+def total(data):
+    """All counts of all scripts, from scratch."""
+    scripts = {}
+    for algo in RUNS:
+        for mode in MODES:
+            print(f"counting {algo}, {mode}", file=sys.stderr)
+            scripts.setdefault(algo, {})[mode] = count(algo, mode)
+    return data | {"torch": torch.__version__.split("+")[0], "scripts": scripts}
+
+
+def number(count):
+    return f"{count:,.1f}".removesuffix(".0").replace(",", " ")
+
+
+def cell(parts, name, nbytes=None):
+    """What an update costs + what a step costs, with bytes where there are any; nothing if neither costs anything."""
+    texts = []
+    for part in ("update", "step"):
+        text = number(parts[part].get(name, 0))
+        if nbytes in parts[part]:
+            text += f" ({number(parts[part][nbytes])} B)"
+        texts.append(text)
+    return " + ".join(texts) if any(name in parts[part] for part in ("update", "step")) else ""
+
+
+def microseconds(algo, parts, matmuls):
+    """What a card is expected to compute in a step, as "from to"; nothing for images. `matmuls`: those of an update."""
+    if ALGORITHMS[algo].atari:  # nobody has timed its convolutions
+        return ""
+    wide = matmuls * (algo in WIDE)
+    launches = ("operators", "kernels", "nodes")
+    times = []
+    for node, matmul in zip(NODE_US, MATMUL_US, strict=True):
+        cost = {part: node * sum(parts[part].get(name, 0) for name in launches) for part in ("update", "step")}
+        cost["update"] += (matmul - node) * wide
+        times.append(sum(cost[part] * parts[part]["calls per step"] for part in cost))
+    return " to ".join(f"{time:.0f}" for time in times)
+
+
+def row(name, algo, mode, modes):
+    """A line of the table: `modes` has the counts of a script by mode."""
+    parts = modes[mode]
+    matmuls = modes["eager"] if mode == "cudagraphs" else parts  # a graph replays what eager code launches
+    cells = [cell(parts, column) for column in ("operators", "kernels", "replays", "nodes")]
+    cells += [cell(matmuls, "matmuls"), cell(parts, "h2d", "h2d bytes"), cell(parts, "d2h", "d2h bytes")]
+    cells += [cell(parts, "waits"), microseconds(algo, parts, matmuls["update"]["matmuls"]) if mode != "eager" else ""]
+    return f"| {name} | {mode} | {' | '.join(cells)} |"
+
+
+def table(data):
+    """A Markdown table: in each cell an update + an environment step."""
+    lines = [
+        "| update + step | mode | operators | fused kernels | graph replays | operators in graphs "
+        "| matmuls and convolutions among all | copies in | copies out | waits | GPU, us per step (estimate) |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for algo, modes in data["scripts"].items():
+        lines += [row(ALGORITHMS[algo].title, algo, mode, modes) for mode in modes]
+        earlier = data["leanrl_2024"]["scripts"].get(algo, {})  # it had no DQN and no SAC for Atari
+        lines += [row("LeanRL of 2024", algo, mode, earlier) for mode in earlier]
+    return "\n".join(lines)
+
+
+def main(args):
+    data = total(json.loads(DATA.read_text()))
+    print(table(data))
+    if args.write:
+        DATA.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(parse(Args, __doc__))

@@ -1,0 +1,348 @@
+"""How fast the turbo scripts are with more environments and with larger batches, beside what no script can pass.
+
+    python -m benchmark.studies.scaling                # all scripts; hours
+    python -m benchmark.studies.scaling --algos dqn --no-compile --results /tmp/eager
+    python -m benchmark.report                         # put the results into doc/speed.md, and draw them
+
+The floors are measured too, in the same process: the environments alone, with random actions, and the matmuls and
+convolutions of an update alone, in the shapes that they have there and on tensors that lie in the cache.
+
+With more environments PPO's rollouts are as much shorter: an iteration has as many transitions.
+"""
+
+import contextlib
+import io
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from benchmark.algorithms import ALGORITHMS
+from benchmark.arguments import check, parse, refuse
+from benchmark.report.machine import machine, slug, where
+from benchmark.results import RESULTS, path_here, store, stored
+from benchmark.scripts import Enough, before_each_log, load
+from benchmark.speed.rounds import end_with_parent
+from benchmark.studies.timing import interleaved_times, seconds_per_call
+
+NUM_ENVS = (1, 4, 16, 64, 256)
+BATCHES = (64, 128, 256, 512, 1024)
+OFF_POLICY = {"learning_starts": 1000, "buffer_size": 100_000}
+WINDOWS = 5  # of a run, of which the median counts
+
+
+@dataclass(frozen=True)
+class Case:
+    flags: dict = field(default_factory=dict)
+    iteration: int = 0
+    """transitions of an iteration of PPO"""
+    period: int = 1
+    """updates until all that is not done in each of them has been done"""
+    batches: tuple[int, ...] = BATCHES
+
+    def with_envs(self, num_envs):
+        return {"num_envs": num_envs} | ({"num_steps": self.iteration // num_envs} if self.iteration else {})
+
+    def with_batch(self, batch):
+        return {"num_minibatches": self.iteration // batch} if self.iteration else {"batch_size": batch}
+
+
+CASES = {
+    "sac_continuous_action": Case(OFF_POLICY, period=2),
+    "td3_continuous_action": Case(OFF_POLICY, period=2),
+    "ppo_continuous_action": Case(iteration=2048),
+    "dqn": Case(OFF_POLICY | {"start_e": 0.05, "end_e": 0.05}),
+    "ppo_atari_envpool": Case(iteration=1024),
+    "dqn_atari": Case(OFF_POLICY | {"start_e": 0.01, "end_e": 0.01}, batches=(32, *BATCHES[:-1])),
+    "sac_atari": Case(OFF_POLICY),
+}
+
+
+@dataclass
+class Args:
+    algos: tuple[str, ...] = tuple(CASES)
+    """names of the plain scripts"""
+    compile: bool = True
+    """with --compile"""
+    cudagraphs: bool = field(default_factory=torch.cuda.is_available)
+    """with --cudagraphs"""
+    num_envs: tuple[int, ...] = NUM_ENVS
+    """numbers of environments, with the default batch"""
+    batches: tuple[int, ...] | None = None
+    """transitions of a batch, PPO's of a minibatch, with the default number of environments"""
+    seconds: float = 10
+    """of training in steady state, for each point"""
+    results: Path = RESULTS
+    """folder that receives <machine>/scaling/<algo>.json, in place of an earlier one"""
+
+
+class Matmuls(TorchDispatchMode):
+    """Keeps the matmuls and convolutions that are called: one call of each shape, and how many there are of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in flop_registry:
+            layout = [(x.shape, x.stride()) if isinstance(x, torch.Tensor) else x for x in args]
+            key = f"{func} {layout} {kwargs}"
+            self.calls[key] = (func, args, kwargs or {})
+            self.counts[key] += 1
+        return func(*args, **(kwargs or {}))
+
+    @torch.no_grad()
+    def seconds(self):
+        """How long all of them take: the median time of each shape in a loop, times its count."""
+        functions = {key: partial(func, *args, **kwargs) for key, (func, args, kwargs) in self.calls.items()}
+        taken = interleaved_times(functions, rounds=5, seconds=0.02)
+        return sum(count * statistics.median(taken[key]) for key, count in self.counts.items())
+
+
+def train(script, flags, on_start):
+    """Train until something that `on_start` has put into the run raises Enough."""
+    log = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        args = script.Args(total_timesteps=10**9, run_dir=folder, **flags)
+        try:
+            with contextlib.redirect_stderr(log), contextlib.suppress(Enough):
+                script.train(args, on_start=on_start)
+        except SystemExit:
+            print(log.getvalue().splitlines()[-1], file=sys.stderr)
+            raise
+
+
+def matmuls_alone(script, flags, period):
+    """Seconds, and floating-point operations, of all matmuls and convolutions of an update, by an eager run.
+
+    These are means over `period` updates.
+    """
+    matmuls = Matmuls()
+    flops = []
+
+    def on_start(run):
+        original = run.learner.update
+
+        def update(*inputs):
+            with FlopCounterMode(display=False) as counter, matmuls:
+                original(*inputs)
+            flops.append(counter.get_total_flops())
+            if len(flops) == period:
+                raise Enough
+
+        def on_log():
+            if run.steady:
+                run.learner.update = update
+
+        before_each_log(run, on_log)
+
+    train(script, flags, on_start)
+    return {"matmul_seconds": matmuls.seconds() / period, "matmul_flops": sum(flops) / period}
+
+
+def environments_alone(script, flags, seconds):
+    """Steps per second of the environments with random actions."""
+    speeds = []
+
+    def on_start(run):
+        actions = [run.envs.action_space.sample() for _ in range(16)]
+        steps, begin = 0, time.perf_counter()
+        while time.perf_counter() < begin + seconds:
+            run.envs.step(actions[steps % len(actions)])
+            steps += 1
+        speeds.append(steps * run.args.num_envs / (time.perf_counter() - begin))
+        raise Enough
+
+    train(script, flags, on_start)
+    return speeds[0]
+
+
+class Meter:
+    """Measures a run's steps per second in windows of time, then times updates one by one, then ends the run.
+
+    Of both there are WINDOWS values. It is the `on_start` of `train`.
+    """
+
+    def __init__(self, seconds):
+        self.window = seconds / WINDOWS
+        self.begin = None
+        self.steps_per_second = []
+        self.timed = []
+        self.update_seconds = []
+
+    def __call__(self, run):
+        before_each_log(run, lambda: run.steady and self.on_log(run.learner, run.step))
+
+    def on_log(self, learner, step):
+        if len(self.steps_per_second) == WINDOWS:
+            return
+        now = time.perf_counter()
+        if self.begin is None:
+            self.begin = self.first = (step, now, learner.updates)
+        elif now >= self.begin[1] + self.window:
+            self.steps_per_second.append((step - self.begin[0]) / (now - self.begin[1]))
+            self.begin = (step, now, learner.updates)
+        if len(self.steps_per_second) == WINDOWS:
+            self.updates_per_step = (learner.updates - self.first[2]) / (step - self.first[0])
+            self.original = learner.update
+            learner.update = self.update
+
+    def update(self, *inputs):
+        """One update, timed until the device is done."""
+        self.timed.append(seconds_per_call(lambda: self.original(*inputs), 1))
+        if sum(self.timed) >= self.window / 10:  # many updates, of all kinds, or one iteration of PPO
+            self.update_seconds.append(statistics.mean(self.timed))
+            self.timed = []
+        if len(self.update_seconds) == WINDOWS:
+            raise Enough
+
+
+def measure(algo, flags, modes, seconds):
+    """One point: the speeds of a run with these flags, and its floors."""
+    script = load(f"{algo}_torchcompile")
+    case = CASES[algo]
+    flags = case.flags | flags
+    meter = Meter(seconds)
+    interval = max(10, 100 // script.Args(**flags).num_envs)  # vector steps; PPO logs each iteration
+    with patch.object(script, "LOG_INTERVAL", interval, create=True):
+        train(script, flags | modes, meter)
+    return {
+        "flags": flags,
+        "steps_per_second": meter.steps_per_second,
+        "update_seconds": meter.update_seconds,
+        "updates_per_step": meter.updates_per_step,
+        "environment_steps_per_second": environments_alone(script, flags, seconds / WINDOWS),
+    } | matmuls_alone(script, flags, case.period)
+
+
+def in_process(*inputs):
+    """`measure` in a process of its own, which ends with us."""
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=end_with_parent) as pool:
+        return pool.submit(measure, *inputs).result()
+
+
+def measure_all(args, algo):
+    """Measure all points of a script and store them."""
+    case = CASES[algo]
+    modes = {"compile": args.compile, "cudagraphs": args.cudagraphs}
+    data = {"algo": algo, "modes": modes, "machine": machine(), "num_envs": {}, "batch": {}}
+    points = [("num_envs", n, case.with_envs(n)) for n in args.num_envs]
+    points += [("batch", batch, case.with_batch(batch)) for batch in args.batches or case.batches]
+    for name, value, flags in points:
+        print(f"{algo}: {name} {value}", file=sys.stderr, flush=True)
+        data[name][value] = in_process(algo, flags, modes, args.seconds)
+    store(path_here(args.results, "scaling", algo), data)
+
+
+def draw_all(results):
+    """Draw the results of each script on each machine beside their data."""
+    for path in results.glob("*/scaling/*.json"):
+        draw(json.loads(path.read_text()), path.with_suffix(".png"))
+
+
+def draw(data, path):
+    """Both curves with their floors, in colours that differ in brightness too, and with markers of their own."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    training, environments, matmuls = ("#0072B2", "o-"), ("#D55E00", "s--"), ("black", "^:")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+
+    def plot(axes, x, values, style, label):
+        middle = [statistics.median(point) for point in values]
+        spans = [[m - min(v) for m, v in zip(middle, values, strict=True)]]
+        spans += [[max(v) - m for m, v in zip(middle, values, strict=True)]]
+        axes.errorbar(x, middle, spans, color=style[0], fmt=style[1], capsize=3, label=label)
+
+    points = data["num_envs"].values()
+    x = [int(n) for n in data["num_envs"]]
+    plot(left, x, [[p["environment_steps_per_second"]] for p in points], environments, "environments alone")
+    plot(left, x, [[1 / (p["updates_per_step"] * p["matmul_seconds"])] for p in points], matmuls, "matmuls alone")
+    plot(left, x, [p["steps_per_second"] for p in points], training, "training")
+    left.set(xlabel="environments", ylabel="environment steps per second", xscale="log", yscale="log", xticks=x)
+    points = data["batch"].values()
+    x = [int(n) for n in data["batch"]]
+    plot(right, x, [[1e3 * s for s in p["update_seconds"]] for p in points], training, "update")
+    plot(right, x, [[1e3 * p["matmul_seconds"]] for p in points], matmuls, "matmuls alone")
+    right.set(xlabel="transitions in a batch", ylabel="ms per update", xscale="log", yscale="log", xticks=x)
+    for axes in (left, right):
+        axes.xaxis.set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5), numticks=20))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(f"{ALGORITHMS[data['algo']].title}, {modes_of(data)}, {where(data['machine'])}")
+    figure.savefig(path, dpi=150)
+
+
+def modes_of(data):
+    """What was measured, as a mode."""
+    return "+".join(name for name, active in data["modes"].items() if active) or "eager"
+
+
+def row(algo, data):
+    """The row of one script in `table`; `data` are its results, or nothing."""
+    cells = ["not measured"] * 4
+    if data:
+        batches = data["batch"].values()
+        curves = [
+            [statistics.median(point["steps_per_second"]) for point in data["num_envs"].values()],
+            [1e3 * statistics.median(point["update_seconds"]) for point in batches],
+            [1e3 * point["matmul_seconds"] for point in batches],
+            [point["matmul_flops"] / point["matmul_seconds"] / 1e9 for point in batches],
+        ]
+        cells = [", ".join(f"{value:.3g}" if value < 1000 else f"{value:.0f}" for value in curve) for curve in curves]
+    environments = ", ".join(map(str, data["num_envs"] if data else NUM_ENVS))
+    batches = ", ".join(map(str, data["batch"] if data else CASES[algo].batches))
+    title = f"{ALGORITHMS[algo].title}, {modes_of(data)}" if data else ALGORITHMS[algo].title
+    return f"| {title} | {environments} | {cells[0]} | {batches} | {' | '.join(cells[1:])} |"
+
+
+def table(results):
+    """A Markdown table of all scripts for each machine that has been measured, each with its plots."""
+    head = [
+        "| | environments | steps/s | transitions of a batch | ms per update | ms of its matmuls alone "
+        "| these, GFLOP/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    parts = []
+    for measured in list(stored(results, "scaling", CASES)) or [[]]:
+        data = {one["algo"]: one for one in measured}
+        for machine_text in dict.fromkeys(where(one["machine"]) for one in data.values()):
+            parts.append(f"{machine_text}:")
+        parts.append("\n".join([*head, *(row(algo, data.get(algo)) for algo in CASES)]))
+        pictures = [
+            f"![{ALGORITHMS[algo].title}](../results/{slug(one['machine'])}/scaling/{algo}.png)"
+            for algo, one in data.items()
+        ]
+        parts += ["\n".join(pictures)] * bool(pictures)
+    return "\n\n".join(parts)
+
+
+def main(args):
+    check("algos", args.algos, CASES)
+    if args.cudagraphs and not torch.cuda.is_available():
+        refuse("cudagraphs", args.cudagraphs, "there is no CUDA device; give --no-cudagraphs")
+    for algo in args.algos:
+        measure_all(args, algo)
+    print(table(args.results))
+
+
+if __name__ == "__main__":
+    main(parse(Args, __doc__))

@@ -1,0 +1,40 @@
+"""Seconds per call of functions, interleaved, so that a machine that slows down for a while slows all of them."""
+
+import time
+
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def wait():
+    """Until the device has done all that it was asked for."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_per_call(function, calls):
+    """Mean over `calls` calls, the device's part included."""
+    wait()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        function()
+    wait()
+    return (time.perf_counter() - begin) / calls
+
+
+def interleaved_times(functions, rounds, seconds):
+    """Seconds per call of each of `functions`, by name: a list with one for each round, in which each has `seconds`."""
+    calls = {}
+    for name, function in functions.items():
+        seconds_per_call(function, 3)
+        calls[name] = max(1, int(seconds / seconds_per_call(function, 3)))
+    taken = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            taken[name].append(seconds_per_call(function, calls[name]))
+    return taken
+
+
+def ratios(taken):
+    return [before / after for before, after in zip(taken["before"], taken["after"], strict=True)]

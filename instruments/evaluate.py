@@ -1,0 +1,156 @@
+"""Play whole episodes with the deterministic policy of a run, and print mean and standard deviation of the return.
+
+    python -m instruments evaluate runs/RUN --episodes 10
+
+Needs policy.pt2 and config.json of the run's folder, and neither the script nor its flags. Loading a policy.pt2 and
+importing an environment can run code: evaluate only what you trust.
+"""
+
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from tqdm import tqdm
+
+from instruments.instrument import load, note, one_line, refuse
+from instruments.playing import MAX_STEPS, acting, make_env, play, record
+
+
+@dataclass
+class Args:
+    run: tyro.conf.Positional[Path]
+    """folder of a run, or a file in it"""
+    episodes: int = 10
+    """episodes to play"""
+    seed: int = 1
+    """seed of the environment"""
+    max_steps: int = MAX_STEPS
+    """steps after which an episode that does not end is cut"""
+    video: bool = False
+    """record each episode: <run>/videos/evaluation-episode-<n>.mp4"""
+
+
+def check(args):
+    """Refuse numbers out of range."""
+    for name, low in (("episodes", 1), ("seed", 0), ("max_steps", 1)):
+        if getattr(args, name) < low:
+            refuse(f"--{name.replace('_', '-')} {getattr(args, name)}: give a number from {low}")
+
+
+def read_env_id(run, folder):
+    """The environment's name in the run's config.json."""
+    path = folder / "config.json"
+    if not path.is_file():
+        refuse(f"RUN {run}: there is no {path}; give the folder of a run")
+    try:
+        return str(json.loads(path.read_text())["env_id"])
+    except (ValueError, KeyError, TypeError) as error:
+        refuse(f"RUN {run}: {path} is damaged ({one_line(error)}); give the folder of another run")
+
+
+def load_policy(run, path):
+    """The module in a policy.pt2."""
+    if not path.is_file():
+        refuse(f"RUN {run}: there is no {path}; a run writes it with every checkpoint")
+    logging.getLogger("torch.export").setLevel(logging.CRITICAL)  # it logs a traceback as well
+    try:
+        return torch.export.load(path).module()
+    except Exception as error:
+        refuse(f"RUN {run}: {path} cannot be read ({one_line(error)}); give a run whose policy.pt2 is intact")
+
+
+def find_env(run, folder, env_id, seed, render_mode):
+    """The run's environment. What gymnasium and envpool do not know may be registered by the run's copy of its script.
+
+    Everything that a user's environment may raise gets one line.
+    """
+    module, _, _ = env_id.rpartition(":")
+    if module:
+        note(f"imports the module {module}, as {env_id} says, the environment of the run")
+    try:
+        try:
+            return make_env(env_id, seed, render_mode)
+        except gym.error.UnregisteredEnv:
+            for script in sorted(folder.glob("*.py")):
+                note(f"imports {script}, which may register {env_id}")
+                load(script)
+            return make_env(env_id, seed, render_mode)
+    except gym.error.UnregisteredEnv:
+        remedy = f"pip install envpool if it is an Atari game, or name it MODULE:{env_id} in config.json"
+        refuse(f"RUN {run}: neither gymnasium nor envpool has its environment {env_id}; {remedy}")
+    except Exception as error:
+        if render_mode:
+            refuse(f"--video: {env_id} cannot be made to render ({one_line(error)}); leave it out")
+        refuse(f"RUN {run}: {env_id} cannot be made ({one_line(error)}); install or correct what it needs")
+
+
+def try_policy(run, act, env, env_id):
+    """Refuse a policy whose observations or actions are not those of the environment."""
+    space = env.observation_space
+    remedy = "register the environment with all of its wrappers under an id of its own"
+    try:
+        action = act(np.zeros(space.shape, space.dtype))
+    except Exception as error:
+        given = f"{space.dtype} {space.shape}"
+        refuse(f"RUN {run}: its policy does not fit {env_id}'s observations, {given} ({one_line(error)}); {remedy}")
+    if not env.action_space.contains(action):
+        refuse(f"RUN {run}: its policy gives {action}, which is not in {env_id}'s {env.action_space}; {remedy}")
+
+
+def evaluate(env, act, args):
+    """Returns of whole episodes, and how many of these were cut. Ctrl-C ends it early."""
+    returns = []
+    cut = 0
+    with tqdm(unit=" steps", dynamic_ncols=True) as bar:
+
+        def act_and_count(obs):
+            bar.update()
+            return act(obs)
+
+        episodes = islice(play(env, act_and_count, args.seed, args.max_steps), args.episodes)
+        bar.set_description_str(f"episode 1 of {args.episodes}")
+        try:
+            for episode in episodes:
+                returns.append(episode.total)
+                cut += not episode.ended
+                bar.set_postfix({"return": f"{episode.total:.2f}"}, refresh=False)
+                bar.set_description_str(f"episode {min(len(returns) + 1, args.episodes)} of {args.episodes}")
+        except KeyboardInterrupt:
+            pass
+    return returns, cut
+
+
+def main(words):
+    args = tyro.cli(Args, args=words, prog="python -m instruments evaluate", description=__doc__)
+    check(args)
+    if not args.run.exists():
+        refuse(f"RUN {args.run}: there is no such folder; give the folder of a run")
+    folder = args.run if args.run.is_dir() else args.run.parent
+    env_id = read_env_id(args.run, folder)
+    policy = load_policy(args.run, args.run if args.run.suffix == ".pt2" else folder / "policy.pt2")
+    env = find_env(args.run, folder, env_id, args.seed, "rgb_array" if args.video else None)
+    act = acting(policy, env.action_space)
+    try_policy(args.run, act, env, env_id)
+    if args.video:
+        try:
+            env = record(env, folder / "videos", "evaluation")
+        except Exception as error:  # whatever renderers raise
+            remedy = "leave it out, or try MUJOCO_GL=egl where there is no display"
+            refuse(f"--video: {env_id} cannot be recorded ({one_line(error)}); {remedy}")
+    returns, cut = evaluate(env, act, args)
+    env.close()
+    if cut:
+        note(f"{cut} of {len(returns)} episodes did not end and were cut after {args.max_steps} steps (--max-steps)")
+    if returns:
+        mean, deviation = np.mean(returns), np.std(returns)
+        print(f"{len(returns)} episodes: mean return {mean:.2f}, standard deviation {deviation:.2f}")
+    if len(returns) < args.episodes:
+        note(f"stopped after {len(returns)} of {args.episodes} episodes")
+        sys.exit(130)

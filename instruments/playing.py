@@ -1,0 +1,113 @@
+"""Whole episodes in one environment: what evaluation, videos and the random baseline share."""
+
+import warnings
+from dataclasses import dataclass
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+MAX_STEPS = 100_000  # of an episode; envpool ends a game after 27 000
+VIDEO_BYTES = 2e9  # of an episode's frames, which are in memory until it ends
+
+
+@dataclass
+class Episode:
+    total: float
+    """sum of its rewards"""
+    ended: bool
+    """False: cut after the largest number of steps"""
+
+
+def play(env, act, seed, max_steps=MAX_STEPS):
+    """Play episodes one after the other, without end; yields each as an Episode.
+
+    `act` maps an observation of `env` to an action. The seed is that of the first episode.
+    """
+    obs, _ = env.reset(seed=seed)
+    while True:
+        total = 0.0
+        for _ in range(max_steps):
+            obs, reward, terminated, truncated, _ = env.step(act(obs))
+            total += float(reward)
+            ended = bool(terminated or truncated)
+            if ended:
+                break
+        yield Episode(total, ended)
+        obs, _ = env.reset()
+
+
+def acting(policy, space):
+    """What `play` takes for a policy: a module, (batch, ...) to actions in units of the action space `space`."""
+
+    def act(obs):
+        is_image = obs.dtype == np.uint8 and obs.ndim > 1
+        batch = torch.as_tensor(obs[None], dtype=torch.uint8 if is_image else torch.float32)
+        with torch.no_grad():
+            action = policy(batch).numpy()[0]
+        if isinstance(space, gym.spaces.Box):
+            action = action.clip(space.low, space.high)
+        return action.astype(space.dtype)
+
+    return act
+
+
+def is_atari(env_id):
+    """Whether this is one of envpool's Atari games, and gymnasium has no environment of that name."""
+    try:
+        from envpool.registration import registry
+    except ImportError:
+        return False
+    module, *_ = registry.specs.get(env_id, (None,))
+    return module == "envpool.atari" and env_id not in gym.registry
+
+
+def make_env(env_id, seed, render_mode=None):
+    """One environment for whole episodes. Observations with several parts are flattened to vectors."""
+    if is_atari(env_id):
+        return AtariGame(env_id, seed, render_mode)
+    env = gym.make(env_id, **{"render_mode": render_mode} if render_mode else {})
+    if not isinstance(env.observation_space, gym.spaces.Box):
+        env = gym.wrappers.FlattenObservation(env)
+    return env
+
+
+class AtariGame(gym.Env):
+    """One Atari game in envpool: an episode is a whole game, rewards are the game's."""
+
+    def __init__(self, env_id, seed, render_mode=None):
+        import envpool
+
+        settings = {"episodic_life": False, "reward_clip": False, "render_mode": render_mode}
+        seed %= 2**31  # envpool's limit
+        self.pool = envpool.make(env_id, env_type="gymnasium", num_envs=1, seed=seed, **settings)
+        self.observation_space = self.pool.observation_space
+        self.action_space = self.pool.action_space
+        self.render_mode = render_mode
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": 15}
+
+    def reset(self, *, seed=None, options=None):
+        """The seed was given to `__init__`."""
+        super().reset(seed=seed)
+        obs, _ = self.pool.reset()
+        return obs[0], {}
+
+    def step(self, action):
+        obs, rewards, terminated, truncated, _ = self.pool.step(np.array([action], np.int32))
+        return obs[0], float(rewards[0]), bool(terminated[0]), bool(truncated[0]), {}
+
+    def render(self):
+        """The screen in color, (height, width, 3)."""
+        return self.pool.render(env_ids=np.zeros(1, np.int32))[0]
+
+
+def record(env, folder, name):
+    """`env`, made with render_mode="rgb_array", with a video of each episode: <folder>/<name>-episode-<n>.mp4."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a window system that is missing also raises; older videos may be replaced
+        env.reset()
+        frame = env.render()
+        if not isinstance(frame, np.ndarray):
+            raise ValueError(f"its render() returns {type(frame).__name__}, not an image")
+        length = int(VIDEO_BYTES // frame.nbytes)
+        return gym.wrappers.RecordVideo(env, str(folder), lambda episode: True, video_length=length, name_prefix=name)
