@@ -313,7 +313,7 @@ class PPO:
         self.t.add_(1)
 
     def sample(self):
-        """`decide` with new noise. It is drawn inside of the CUDA graph, so that each replay draws new one."""
+        """`decide` with new noise, which is drawn inside of the CUDA graph: each replay draws its own."""
         self.decide(torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_())
 
     def write(self, t, obs):
