@@ -317,12 +317,12 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         ACTIONS_ALONE,
     ),
     ("ppo_atari", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
-    ("dqn_atari", "no wait for the actions", "self.actions_ready.synchronize()", "pass", TRAINING),
+    ("dqn_atari", "no wait for the actions", "self.actions_arrived.synchronize()", "pass", TRAINING),
     (
         "dqn_atari",
         "no wait where all actions are random",
-        "self.actions_ready.synchronize()",
-        "self.explore.all() or self.actions_ready.synchronize()",
+        "self.actions_arrived.synchronize()",
+        "self.explore.all() or self.actions_arrived.synchronize()",
         TRAINING,
     ),
     (
@@ -342,8 +342,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "dqn_atari",
         "target network rebound instead of moved",
-        "self.target_weights.lerp_(",
-        "self.target_weights = self.target_weights.lerp(",
+        "self.target_q.weights.lerp_(",
+        "self.target_q.weights = self.target_q.weights.lerp(",
         TRAINING,
     ),
     (
@@ -355,9 +355,9 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     ),
     (
         "dqn_atari",
-        "batch of the host rebound instead of filled",
-        "fill(self.batch, batch)",
-        "self.batch = batch",
+        "a batch of the host sampled in the graph",
+        "self.update_q = CudaGraphModule(self.update_q, warmup=GRAPH_WARMUP)",
+        "self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)",
         FROM_THE_HOST,
     ),
     (
@@ -398,8 +398,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "sac_atari",
         "event recorded before the copy that it stands for",
-        "self.host_actions.copy_(self.actions, non_blocking=True)\n        self.actions_ready.record()",
-        "self.actions_ready.record()\n        self.host_actions.copy_(self.actions, non_blocking=True)",
+        "self.host_actions.copy_(self.actions, non_blocking=True)\n        self.actions_arrived.record()",
+        "self.actions_arrived.record()\n        self.host_actions.copy_(self.actions, non_blocking=True)",
         TRAINING,
     ),
     (
@@ -407,8 +407,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "noise drawn outside of the graph",
         "if self.cudagraphs:\n",
         "if self.cudagraphs:\n"
-        "            clocks = torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_()\n"
-        "            self.decide = lambda _, decide=self.decide: decide(clocks)\n",
+        "            noise = torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_()\n"
+        "            self.act = lambda _, act=self.act: act(noise)\n",
         TRAINING,
     ),
     (
@@ -428,8 +428,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "sac_atari",
         "loaded by rebinding after capture",
-        "fill(tensors, saved)\n        if",
-        "self.log_alpha = self.log_alpha.clone()\n        fill(self.tensors(), saved)\n        if",
+        "load_tensors(tensors, {",
+        "self.log_alpha = self.log_alpha.clone()\n        load_tensors(self.tensors(), {",
         CONTINUES,
     ),
     ("sac_atari", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
