@@ -42,7 +42,7 @@ from gymnasium.vector.utils import batch_space
 from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.func import functional_call, vmap
-from torch.utils._pytree import keystr, tree_leaves, tree_map, tree_map_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -395,7 +395,7 @@ class FlatNetwork:
         first = self.members[0]
         for layer in first.modules():
             if isinstance(layer, RUNNING_STATISTICS) or hasattr(layer, "weight_u"):  # of the old spectral_norm
-                raise ValueError("flat networks cannot hold the statistics of BatchNorm or spectral norm: use LayerNorm")
+                raise ValueError("flat networks cannot hold statistics (BatchNorm, spectral norm): use LayerNorm")
         if any(repr(member) != repr(first) for member in self.members):
             raise ValueError("the members of a ModuleList must have the same layers")
         for buffers in zip(*(member.buffers() for member in self.members), strict=True):
@@ -671,13 +671,14 @@ class HostEvent:
 
 def load_tensors(tensors, saved):
     """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
-
-    def load(path, tensor, value):
-        if tensor.shape != value.shape:
-            raise ValueError(f"{keystr(path)} is {tuple(value.shape)} and not {tuple(tensor.shape)}")
-        tensor.copy_(value)
-
-    tree_map_with_path(load, tensors, saved)
+    places, values = dict(tree_leaves_with_path(tensors)), dict(tree_leaves_with_path(saved))
+    unmatched = places.keys() ^ values.keys()
+    if unmatched:
+        raise ValueError(f"only one of them has {min(map(keystr, unmatched))}")
+    for path, tensor in places.items():
+        if tensor.shape != values[path].shape:
+            raise ValueError(f"{keystr(path)} is {tuple(values[path].shape)} and not {tuple(tensor.shape)}")
+        tensor.copy_(values[path])
 
 
 def check_compile(args, device):

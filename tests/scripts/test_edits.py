@@ -222,13 +222,65 @@ def test_the_table_counts_the_diff(title):
 def test_the_checkpoint_of_another_network_is_refused(kind, tmp_path, capsys):
     original = getattr(conftest, kind.upper())["sac"]
     module = edited("third hidden layer", kind, tmp_path)
-    sizes = {"env_id": "Pendulum-v1", "learning_starts": 50, "total_timesteps": 60, "buffer_size": 100}
+    sizes = {"env_id": "Pendulum-v1", "learning_starts": 50, "total_timesteps": 60, "buffer_size": 300}
     original.train(original.Args(run_dir=str(tmp_path / "runs"), **sizes))
     (folder,) = (tmp_path / "runs").iterdir()
     sizes["total_timesteps"] = 80
     with pytest.raises(SystemExit) as error:
         module.train(module.Args(run_dir=str(tmp_path / "no"), resume=str(folder), **sizes))
     line = capsys.readouterr().err.splitlines()[-1]
-    assert error.value.code == 2 and not (tmp_path / "no").exists()
+    assert error.value.code == 2 and not list((tmp_path / "no").iterdir())
     assert line.startswith(f"error: --resume {folder}: the checkpoint does not fit this script: ")
     assert "0.net.6.bias" in line
+
+
+def test_n_step_returns_are_those_of_the_definition(tmp_path):
+    n, gamma, steps, envs = 3, 0.9, 40, 4
+    generator = np.random.default_rng(0)
+    obs = generator.standard_normal((steps + 1, envs, 2))
+    rewards = generator.standard_normal((steps, envs))
+    terminated, truncated = generator.random((2, steps, envs)) < 0.2
+    ended = terminated | truncated
+    stored = []
+    store = edited("n-step returns", "turbo", tmp_path).NStep(n, gamma, lambda **columns: stored.append(columns))
+    for t in range(steps):
+        store(ended[t], obs=obs[t], next_obs=obs[t + 1], rewards=rewards[t], terminated=terminated[t])
+    assert len(stored) == steps - n + 1
+    for t, row in enumerate(stored):
+        for env in range(envs):
+            length = next((k for k in range(1, n) if ended[t + k - 1, env]), n)
+            last = t + length - 1
+            assert row["rewards"][env] == pytest.approx(sum(gamma**k * rewards[t + k, env] for k in range(length)))
+            assert row["discounts"][env] == pytest.approx(gamma**length)
+            assert row["terminated"][env] == terminated[last, env]
+            np.testing.assert_array_equal(row["next_obs"][env], obs[last + 1, env])
+            np.testing.assert_array_equal(row["obs"][env], obs[t, env])
+
+
+@pytest.mark.parametrize("kind", ["plain", "turbo"])
+def test_maximum_entropy_is_that_of_uniform_actions(kind, tmp_path):
+    uniform = np.log(4)  # from -2 to 2
+    sac = make(edited("maximum entropy at the start", kind, tmp_path), "maximum entropy at the start")
+    _, log_prob = sac.actor(torch.randn(100_000, 3), torch.randn(100_000, 1))
+    assert -log_prob.mean().item() == pytest.approx(uniform - 0.01, abs=0.005)
+    ppo = make(edited("maximum entropy at the start, ppo", kind, tmp_path), "maximum entropy at the start, ppo")
+    _, log_std, _ = ppo.agent(torch.randn(1, 3))
+    entropy = torch.distributions.Normal(0.0, log_std.exp()).entropy().item()
+    assert entropy == pytest.approx(uniform, abs=1e-5)
+
+
+def test_envpool_resets_within_the_step_that_ends_an_episode(tmp_path):
+    module = edited("envpool", "turbo", tmp_path)
+    envs = module.EnvPool(module.Args(env_id="InvertedPendulum-v5", num_envs=3))
+    obs, _ = envs.reset()
+    generator = np.random.default_rng(0)
+    ends = 0
+    for _ in range(100):
+        before = obs
+        obs, last_obs, _, terminated, _ = envs.step(generator.uniform(-3, 3, (3, 1)))
+        fallen = np.abs(last_obs[:, 1]) > 0.2  # the angle of the pole
+        np.testing.assert_array_equal(terminated, fallen)
+        assert (np.abs(obs[:, 1]) <= 0.2).all() and (obs[~fallen] == last_obs[~fallen]).all()
+        assert (last_obs != before).any(-1).all()  # no step was a mere reset
+        ends += fallen.sum()
+    assert ends > 3
