@@ -22,7 +22,7 @@ def broken():
         optimizer.step()
 
 
-def mended():
+def fixed():
     critic, optimizer, obs, returns = setting()
     for _ in range(2):
         values = critic(obs).squeeze(-1)  # with the weights of now

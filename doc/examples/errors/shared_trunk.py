@@ -25,7 +25,7 @@ def broken():
     value_optimizer.step()
 
 
-def mended():
+def fixed():
     trunk, policy_head, value_head, obs, returns = setting()
     networks = nn.ModuleList([trunk, policy_head, value_head])
     optimizer = torch.optim.Adam(networks.parameters())

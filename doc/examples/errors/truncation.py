@@ -39,7 +39,7 @@ def broken():
     return value(lambda terminated, truncated: terminated or truncated)
 
 
-def mended():
+def fixed():
     return value(lambda terminated, truncated: terminated)
 
 

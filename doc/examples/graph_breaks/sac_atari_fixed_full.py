@@ -1,8 +1,8 @@
 """SAC for discrete actions (Christodoulou 2019, arXiv:1910.07207) on Atari, whose update is one graph, compiled once.
 
-The whole training script: sac_atari_breaks_full.py, mended. `Adam` is new, `SAC` differs, and how `train` calls it.
+The whole training script: sac_atari_breaks_full.py, fixed. `Adam` is new, `SAC` differs, and how `train` calls it.
 
-    python doc/examples/graph_breaks/sac_atari_mended_full.py --env-id Breakout-v5
+    python doc/examples/graph_breaks/sac_atari_fixed_full.py --env-id Breakout-v5
 """
 
 from copy import deepcopy
