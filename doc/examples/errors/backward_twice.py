@@ -1,4 +1,4 @@
-"""The values of a rollout are learnt from in two epochs, through the graph that the rollout has left."""
+"""The values of a rollout are learned from in two epochs, through the graph that the rollout has left."""
 
 import torch
 from torch import nn

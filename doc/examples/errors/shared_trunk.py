@@ -1,4 +1,4 @@
-"""Actor and critic share a trunk, and each steps it with an optimiser of its own."""
+"""Actor and critic share a trunk, and each steps it with an optimizer of its own."""
 
 import torch
 from torch import nn

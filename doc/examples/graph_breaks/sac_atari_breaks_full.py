@@ -37,7 +37,7 @@ class Args:
     target_network_frequency: int = 8_000
     """environment steps between two copies of the critics to the target critics"""
     learning_rate: float = 3e-4
-    """learning rate of all optimisers"""
+    """learning rate of all optimizers"""
     gamma: float = 0.99
     """discount factor"""
     target_entropy_scale: float = 0.89

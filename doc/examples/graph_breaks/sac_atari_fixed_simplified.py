@@ -75,7 +75,7 @@ class Adam:
 
 
 class Agent:
-    """The networks, the temperature alpha and their optimisers."""
+    """The networks, the temperature alpha and their optimizers."""
 
     def __init__(self, device="cpu"):
         self.actor = make_network().to(device)

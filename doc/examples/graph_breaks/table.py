@@ -119,7 +119,7 @@ def count_waits(name, function):
     with emulated_device() as device, validation, contextlib.redirect_stdout(io.StringIO()):
         agent = example.Agent("cuda")
         batch = example.make_batch("cuda")
-        for call in range(2):  # optimisers make their state in the first one
+        for call in range(2):  # optimizers make their state in the first one
             example.BEFORE_CALLS.get(function, measure.nothing)(agent, call)
             before = device.counts["waits"]
             function(agent, batch)
