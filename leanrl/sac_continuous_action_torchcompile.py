@@ -451,8 +451,8 @@ class FlatNetwork:
     def __init__(self, network, batched=True, pin_memory=False):
         """`batched` calls the members of an nn.ModuleList as one network: faster if compiled or captured."""
         self.network = network
-        self.batched = batched
         self.several = isinstance(network, nn.ModuleList)
+        self.batched = batched and self.several
         self.members = list(network) if self.several else [network]
         first = self.members[0]
         for layer in first.modules():
@@ -466,62 +466,46 @@ class FlatNetwork:
         self.shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
         self.tied = len(self.shapes) < len(list(first.named_parameters(remove_duplicate=False)))
         self.sizes = []  # of each parameter, and of the gap behind it
-        self.member_sizes = []  # the same, with the parameters of the members one by one
         for shape in self.shapes.values():
             size = len(self.members) * shape.numel()
-            gap = -size % 16
-            self.sizes += [size, gap]
-            self.member_sizes += [shape.numel()] * len(self.members) + [gap]
+            self.sizes += [size, -size % 16]
         device = next(first.parameters()).device
         self.weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
         for name, view in self.views(self.weights).items():
-            for member, value in zip(self.members, view, strict=True):
+            for member, value in zip(self.members, view if self.several else [view], strict=True):
                 parameter = member.get_parameter(name)
                 value.copy_(parameter.detach())
                 parameter.requires_grad_(False)
                 parameter.data = value
 
     def views(self, weights):
-        """Parameters by name as views of a flat vector, (members, *shape)."""
+        """Parameters by name as views of a flat vector; those of several members have a leading dimension."""
+        lead = (len(self.members),) if self.several else ()
         parameters = weights.split(self.sizes)[::2]  # without the gaps
-        return self.named(parameters)
-
-    def member_views(self, weights):
-        """The same for each member alone, without the leading dimension.
-
-        Eager autograd copies the gradients of these views once, and those of parts of `views` three times.
-        """
-        parts = weights.split(self.member_sizes)
-        views = []
-        for i in range(len(self.members)):
-            named = self.named(parts[i :: len(self.members) + 1])
-            views.append({name: view.squeeze(0) for name, view in named.items()})
-        return views
-
-    def named(self, parameters):
-        """Flat parameters by name, (n, *shape)."""
-        named = {}
+        views = {}
         for (name, shape), parameter in zip(self.shapes.items(), parameters, strict=True):
             if len(shape) == 2:
-                named[name] = parameter.view(-1, *reversed(shape)).mT
+                views[name] = parameter.view(*lead, *reversed(shape)).mT
             else:
-                named[name] = parameter.view(-1, *shape)
-        return named
+                views[name] = parameter.view(*lead, *shape)
+        return views
 
     def call(self, parameters, *inputs):
         return functional_call(self.members[0], parameters, inputs, tie_weights=self.tied)
 
     def __call__(self, *inputs, weights=None):
         """The network's outputs, (batch, ...), or those of all members, (members, batch, ...)."""
-        if self.several and self.batched:
-            views = self.views(self.weights if weights is None else weights)
+        if weights is None and not self.batched and not torch.compiler.is_compiling():
+            outputs = [member(*inputs) for member in self.members]  # in eager mode functional_call costs time
+            return torch.stack(outputs) if self.several else outputs[0]
+        views = self.views(self.weights if weights is None else weights)
+        if not self.several:
+            return self.call(views, *inputs)
+        if self.batched:
             inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
             return vmap(self.call, randomness="different")(views, *inputs)
-        if weights is None:
-            outputs = [member(*inputs) for member in self.members]
-        else:
-            outputs = [self.call(views, *inputs) for views in self.member_views(weights)]
-        return torch.stack(outputs) if self.several else outputs[0]
+        members = zip(*(view.unbind() for view in views.values()), strict=True)
+        return torch.stack([self.call(dict(zip(views, member, strict=True)), *inputs) for member in members])
 
     def cpu_copy(self):
         """A copy of the network on the CPU, with parameters that are contiguous as torch.export likes them."""
