@@ -5,9 +5,9 @@ The updates are those of the plain twin, sac_continuous_action.py. What makes th
 1. The parameters of a network, and so their gradients, are one flat vector: Adam is a few operations (`FlatNetwork`).
 2. The critics run as one batched matmul per layer, without gradients in the actor's loss (`FlatNetwork.__call__`).
 3. The replay buffer is on the device; an environment step costs one copy in and one copy out (`SAC.observe`).
-4. `--compile` makes one graph of each part of an update, from sampling to Adam and target networks (`SAC.compile`).
-5. `--cudagraphs` replays acting and learning as CUDA graphs, one launch each per environment step (`SAC.capture`).
-6. The environments step while the device learns: the host waits for actions, never for updates (`train`).
+4. `--compile` makes one graph of each part of an update, from sampling to Adam and target networks, and
+   `--cudagraphs` replays acting and learning as CUDA graphs, one launch each (`SAC.apply_compile_and_cudagraphs`).
+5. The environments step while the device learns: the host waits for actions, never for updates (`train`).
 
     python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile --cudagraphs
 """
