@@ -242,7 +242,7 @@ TD3 = (
         (
             ("def update_critics(self, uniform, noise):", "def update_critics(self, batch, noise):"),
             ("        batch = self.replay.sample(uniform)\n", ""),
-            ("self.update_critics(uniform, noise)\n", "self.update_critics(self.replay.sample(uniform), noise)\n"),
+            ("self.update_critics(self.uniform(), ", "self.update_critics(self.replay.sample(self.uniform()), "),
         ),
     ),
     compiled_acting("TD3.store_and_act"),
@@ -337,10 +337,10 @@ DQN = (
             ("def store_and_update(self, uniform):", "def store_and_update(self, batch):"),
             ("        self.store_block()\n        batch = self.replay.sample(uniform)\n", ""),
             (
-                "        self.scalars.store(**self.store_and_update(uniform))\n",
+                "        self.scalars.store(**self.store_and_update(self.uniform()))\n",
                 """\
         self.store_block()
-        self.scalars.store(**self.store_and_update(self.replay.sample(uniform)))
+        self.scalars.store(**self.store_and_update(self.replay.sample(self.uniform())))
 """,
             ),
         ),
