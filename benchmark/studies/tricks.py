@@ -158,15 +158,15 @@ SAC = (
         (
             (
                 """\
-        q = self.critics(obs, actions).amin(0)
-        actor_loss = (alpha * log_prob - q).mean()
-        (gradient,) = torch.autograd.grad(actor_loss, weights)
+            q = self.critics(obs, actions).amin(0)
+            actor_loss = (alpha * log_prob - q).mean()
+            (gradient,) = torch.autograd.grad(actor_loss, weights)
 """,
                 """\
-        critic_weights = self.critics.weights.detach().requires_grad_()
-        q = self.critics(obs, actions, weights=critic_weights).amin(0)
-        actor_loss = (alpha * log_prob - q).mean()
-        gradient, _ = torch.autograd.grad(actor_loss, (weights, critic_weights))
+            critic_weights = self.critics.weights.detach().requires_grad_()
+            q = self.critics(obs, actions, weights=critic_weights).amin(0)
+            actor_loss = (alpha * log_prob - q).mean()
+            gradient, _ = torch.autograd.grad(actor_loss, (weights, critic_weights))
 """,
             ),
         ),
