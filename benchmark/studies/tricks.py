@@ -95,7 +95,7 @@ NO_MODULE_GUARDS = Trick(
     "compiled",
     "compiled code without guards on modules, not with them",
     COMPILED,
-    (('    options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe\n', ""),),
+    (('    options["guard_filter_fn"] = needed_guards\n', ""),),
 )
 BATCHED_CRITICS = Trick(
     "batched_critics",
