@@ -202,13 +202,6 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     ),
     (
         "dqn",
-        "no wait for the weights of a checkpoint",
-        "self.arriving_weights.copy_(self.q.weights)\n        self.replay",
-        "self.arriving_weights.copy_(self.q.weights, non_blocking=True)\n        self.replay",
-        CONTINUES,
-    ),
-    (
-        "dqn",
         "event recorded before the copy that it stands for",
         "self.arriving_weights.copy_(self.q.weights, non_blocking=True)\n        self.weights_arrived.record()",
         "self.weights_arrived.record()\n        self.arriving_weights.copy_(self.q.weights, non_blocking=True)",
@@ -222,7 +215,7 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "dqn",
         "target network rebound instead of moved",
         "self.target_q.weights.lerp_(",
-        "self.target_q.weights = self.target_q.weights.lerp(",
+        "self.target_q = FlatNetwork(copy.deepcopy(self.target_q.network))\n        self.target_q.weights.lerp_(",
         TRAINING,
     ),
     ("dqn", "loaded by rebinding after capture", *REBOUND_COUNT, CONTINUES),
@@ -476,7 +469,7 @@ def test_a_planted_bug_is_caught(algorithm, bug, old, new, caught_by, tmp_path, 
     with pytest.raises((AssertionError, RuntimeError, SystemExit)) as caught:
         catch(caught_by, algorithm, script, tmp_path / "runs", monkeypatch)
     assert caught.type is not NotImplementedError  # which the emulated device raises
-    assert caught.type is not SystemExit or caught.value.code == 1  # NaN
+    assert caught.type is not SystemExit or str(caught.value).startswith("error: step")  # NaN
     print(f"\n{algorithm}, {bug}: {caught.type.__name__}: {str(caught.value).splitlines()[0][:100]}")
 
 
