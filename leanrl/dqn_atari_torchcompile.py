@@ -42,7 +42,7 @@ from gymnasium.vector.utils import batch_space
 from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.func import functional_call, vmap
-from torch.utils._pytree import keystr, tree_leaves, tree_map, tree_map_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -312,6 +312,8 @@ class DQN:
         load_tensors(tensors, {name: state[name] for name in tensors})
         if state["replay"]:
             self.replay.load_state_dict(state["replay"])
+        else:
+            note("the checkpoint has no replay buffer: --learning-starts steps fill it before learning goes on")
         self.updates = state["updates"]
         self.warmup_updates += self.updates
         self.rng.bit_generator.state = state["numpy_rng"]
@@ -330,15 +332,6 @@ def turns(frequency, step, num_envs):
     return step // frequency - (step - num_envs) // frequency
 
 
-def first_to_learn(args, run):
-    """The environment step after which to learn: --learning-starts, but later where an empty buffer is to be filled."""
-    if run.step == 0 or run.learner.replay.stored:
-        return args.learning_starts
-    start = run.step + args.learning_starts
-    note(f"the checkpoint has no replay buffer: it is filled until step {start}, where learning goes on")
-    return start
-
-
 def train(args, on_start=lambda run: None):
     """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
     keep_freed_memory()
@@ -348,7 +341,7 @@ def train(args, on_start=lambda run: None):
         envs = make_games(args, run.folder)
         learner = DQN(args, envs, run.device)
         run.start(envs, learner)
-        learning_starts = first_to_learn(args, run)
+        learning_starts = args.learning_starts if learner.replay.stored else run.step + args.learning_starts
         obs, _ = envs.reset()
         learner.begin(obs, epsilon(run.step, args))
         on_start(run)
@@ -401,11 +394,13 @@ class FlatNetwork:
         self.members = list(network) if self.several else [network]
         first = self.members[0]
         for layer in first.modules():
-            if isinstance(layer, RUNNING_STATISTICS):
-                name = type(layer).__name__.strip("_")
-                raise ValueError(f"{name} keeps running statistics, which flat networks cannot hold: use LayerNorm")
+            if isinstance(layer, RUNNING_STATISTICS) or hasattr(layer, "weight_u"):  # of the old spectral_norm
+                raise ValueError("flat networks cannot hold statistics (BatchNorm, spectral norm): use LayerNorm")
         if any(repr(member) != repr(first) for member in self.members):
             raise ValueError("the members of a ModuleList must have the same layers")
+        for buffers in zip(*(member.buffers() for member in self.members), strict=True):
+            if any(not torch.equal(buffer, buffers[0]) for buffer in buffers):
+                raise ValueError("the members of a ModuleList share the first one's buffers: these must be equal")
         if len({parameter.requires_grad for parameter in first.parameters()}) > 1:
             raise ValueError("flat networks learn all of their parameters: register frozen ones as buffers")
         self.shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
@@ -471,7 +466,7 @@ class Adam:
     """
 
     def __init__(self, weights, lr):
-        self.lr = torch.tensor(lr, dtype=torch.float64, device=weights.device)
+        self.lr = torch.as_tensor(lr, dtype=torch.float64, device=weights.device)
         self.m = torch.zeros_like(weights)
         self.v = torch.zeros_like(weights)
         self.betas = torch.tensor((BETA1, BETA2), dtype=torch.float64, device=weights.device)
@@ -493,9 +488,9 @@ class Adam:
         self.m.lerp_(gradient, 1 - BETA1)
         self.v.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
         correction1, correction2 = (1 - self.decay).unbind()
-        # lr * m_hat / (sqrt(v_hat) + eps), with both corrections and lr moved into the denominator
-        scale = correction1 / self.lr
-        denominator = self.v.sqrt().mul_(scale / correction2.sqrt()).add_(EPS * scale)
+        root = correction2.sqrt()
+        # lr * m_hat / (sqrt(v_hat) + eps), with both corrections and lr moved into the denominator; right for lr = 0
+        denominator = self.v.sqrt().add_(EPS * root).mul_(correction1 / (self.lr * root))
         weights.addcdiv_(self.m, denominator, value=-1)
 
     def tensors(self):
@@ -676,13 +671,14 @@ class HostEvent:
 
 def load_tensors(tensors, saved):
     """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
-
-    def load(path, tensor, value):
-        if tensor.shape != value.shape:
-            raise ValueError(f"{keystr(path)} is {tuple(value.shape)} and not {tuple(tensor.shape)}")
-        tensor.copy_(value)
-
-    tree_map_with_path(load, tensors, saved)
+    places, values = dict(tree_leaves_with_path(tensors)), dict(tree_leaves_with_path(saved))
+    unmatched = places.keys() ^ values.keys()
+    if unmatched:
+        raise ValueError(f"only one of them has {min(map(keystr, unmatched))}")
+    for path, tensor in places.items():
+        if tensor.shape != values[path].shape:
+            raise ValueError(f"{keystr(path)} is {tuple(values[path].shape)} and not {tuple(tensor.shape)}")
+        tensor.copy_(values[path])
 
 
 def check_compile(args, device):
@@ -697,11 +693,21 @@ def check_compile(args, device):
         refuse("compile", True, f"install {compiler}, which torch.compile needs, or leave it out")
 
 
+def needed_guards(guards):
+    """Which guards a compiled function checks at each call: not those on layers, builtins and imported modules.
+
+    These stay what they are while a script runs, and checking them takes up to 10% of a compiled update on a CPU.
+    """
+    needed = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    stable = ("__import_", "__builtins_")
+    return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
+
+
 def compiled(function, mode, **options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
     options |= torch._inductor.list_mode_options(mode)
-    options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    options["guard_filter_fn"] = needed_guards
     return torch.compile(function, fullgraph=True, options=options)
 
 

@@ -31,7 +31,7 @@ FROM_THE_HOST = "test_training_with_the_buffer_on_the_host_is_the_same_with_grap
 NEWEST = "test_the_host_acts_with_the_newest_parameters"
 STEP_COUNT = (
     "self.decay.mul_(self.betas)",
-    "vars(self)['t'] = vars(self).get('t', 0) + 1\n        self.decay.copy_(self.betas**self.t)",
+    "self.m.steps = getattr(self.m, 'steps', 0) + 1\n        self.decay.copy_(self.betas**self.m.steps)",
 )
 CURSOR = (
     "self.stored.add_(count)",
@@ -39,8 +39,8 @@ CURSOR = (
 )
 REBOUND_COUNT = ('self.stored.copy_(state["stored"])', 'self.stored = state["stored"].to(self.rows.device)')
 REBOUND_SCALARS = (
-    "torch.stack(list(scalars.values()), out=self.kept[names])",
-    "self.kept[names] = torch.stack(list(scalars.values()))",
+    "torch.stack(list(scalars.values()), out=self.groups[names])",
+    "self.groups[names] = torch.stack(list(scalars.values()))",
 )
 WAIT_IN_LOOP = ("self.updates += 1", "self.updates += 1\n        self.losses()")
 HOST_NOISE = (
@@ -55,12 +55,12 @@ SETTINGS = {
     "sac_atari": SHORT,
 }
 BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
-    ("sac", "no wait for the actions", "self.actions_ready.synchronize()", "pass", TRAINING),
+    ("sac", "no wait for the actions", "self.actions_arrived.synchronize()", "pass", TRAINING),
     (
         "sac",
         "event recorded before the copy that it stands for",
-        "self.host_actions.copy_(self.actions, non_blocking=True)\n        self.actions_ready.record()",
-        "self.actions_ready.record()\n        self.host_actions.copy_(self.actions, non_blocking=True)",
+        "self.host_actions.copy_(self.actions, non_blocking=True)\n        self.actions_arrived.record()",
+        "self.actions_arrived.record()\n        self.host_actions.copy_(self.actions, non_blocking=True)",
         TRAINING,
     ),
     ("sac", "step count of Adam kept in Python", *STEP_COUNT, TRAINING),
@@ -68,23 +68,23 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "sac",
         "host read in a graph",
-        "next_q = self.critics(",
-        "float(next_actions.mean())\n            next_q = self.critics(",
+        "next_q = self.target_critics(",
+        "float(next_actions.mean())\n            next_q = self.target_critics(",
         TRAINING,
     ),
     (
         "sac",
         "branch on a tensor in a graph",
-        "if self.args.autotune:\n                _,",
-        "if alpha < 10:\n                _,",
+        "if self.args.autotune:\n            _,",
+        "if alpha < 10:\n            _,",
         TRAINING,
     ),
     ("sac", "a tensor left on the CPU", "args.alpha, device=device).log()", "args.alpha).log()", TRAINING),
     (
         "sac",
         "target networks rebound instead of moved",
-        "self.target_weights.lerp_(",
-        "self.target_weights = self.target_weights.lerp(",
+        "self.target_critics.weights.lerp_(",
+        "self.target_critics.weights = self.target_critics.weights.lerp(",
         TRAINING,
     ),
     ("sac", "losses rebound instead of filled", *REBOUND_SCALARS, TRAINING),
@@ -92,9 +92,9 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "sac",
         "noise drawn outside of the graph",
-        "self.respond = CudaGraphModule(self.respond, warmup=GRAPH_WARMUP)",
+        "self.act = CudaGraphModule(self.act, warmup=GRAPH_WARMUP)",
         "graph = CudaGraphModule(self.store_and_act, warmup=GRAPH_WARMUP)\n"
-        "            self.respond = partial(graph, torch.randn_like(self.actions))",
+        "            self.act = partial(graph, torch.randn_like(self.actions))",
         TRAINING,
     ),
     (
@@ -106,49 +106,56 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     ),
     ("sac", "loaded by rebinding after capture", *REBOUND_COUNT, CONTINUES),
     ("sac", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
-    ("td3", "no wait for the actions", "self.actions_ready.synchronize()", "pass", TRAINING),
+    ("td3", "no wait for the actions", "self.actions_arrived.synchronize()", "pass", TRAINING),
     ("td3", "step count of Adam kept in Python", *STEP_COUNT, TRAINING),
     ("td3", "cursor of the ring kept in Python", *CURSOR, TRAINING),
     (
         "td3",
         "a schedule computed in Python",
-        "self.target_critic_weights.lerp_(self.critic_weights, self.args.tau)",
-        "self.target_critic_weights.lerp_(self.critic_weights, self.args.tau / (1 + self.updates))",
+        "self.target_critics.weights.lerp_(self.critics.weights, self.args.tau)",
+        "self.target_critics.weights.lerp_(self.critics.weights, self.args.tau / (1 + self.updates))",
         TRAINING,
     ),
     (
         "td3",
         "target actor rebound instead of moved",
-        "self.target_actor_weights.lerp_(",
-        "self.target_actor_weights = self.target_actor_weights.lerp(",
+        "self.target_actor.weights.lerp_(",
+        "self.target_actor = FlatNetwork(copy.deepcopy(self.target_actor.network))\n"
+        "        self.target_actor.weights.lerp_(",
         TRAINING,
     ),
-    ("td3", "host read in a graph", "loss = -self", "float(actions.mean())\n        loss = -self", TRAINING),
+    (
+        "td3",
+        "host read in a graph",
+        "actor_loss = -self",
+        "float(obs.mean())\n        actor_loss = -self",
+        TRAINING,
+    ),
     ("td3", "rows drawn by the host", *HOST_NOISE, TRAINING),
     ("td3", "loaded by rebinding after capture", *REBOUND_COUNT, CONTINUES),
     ("td3", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
     (
         "ppo",
         "learning rate kept in Python",
-        "self.learning_rate.fill_(learning_rate)",
-        "self.optimizers['agent'].lr = learning_rate",
+        'self.optimizers["agent"].lr = learning_rate',
+        "vars(self.optimizers['agent'])['lr'] = learning_rate",
         TRAINING,
     ),
     (
         "ppo",
         "learning rate left on the CPU",
-        "torch.tensor(args.learning_rate, device=device)",
-        "torch.tensor(args.learning_rate)",
+        "torch.tensor(lr, dtype=torch.float64, device=weights.device)",
+        "torch.tensor(lr, dtype=torch.float64)",
         TRAINING,
     ),
     (
         "ppo",
         "a tensor left on the CPU",
-        "args.num_steps * self.num_envs, width, device=device)",
-        "args.num_steps * self.num_envs, width)",
+        "args.num_steps * self.num_envs, batch_width, device=device)",
+        "args.num_steps * self.num_envs, batch_width)",
         TRAINING,
     ),
-    ("ppo", "host read in a graph", '"approx_kl": (', '"approx_kl": float(ratio.mean()) * (', TRAINING),
+    ("ppo", "host read in a graph", "approx_kl=(", "approx_kl=float(ratio.mean()) * (", TRAINING),
     ("ppo", "branch on a tensor in a graph", "scale = (", "if gradient.norm() > 0:\n            scale = (", TRAINING),
     ("ppo", "step count of Adam kept in Python", *STEP_COUNT, TRAINING),
     (
@@ -168,22 +175,22 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "sac",
         "a number of the host among the losses",
-        "self.scalars.keep(**losses)",
-        "self.scalars.keep(**losses, beta=torch.tensor(0.5))",
+        "self.scalars.store(**losses)",
+        "self.scalars.store(**losses, beta=torch.tensor(0.5))",
         TRAINING,
     ),
     (
         "ppo",
         "no wait for the weights to act with",
-        "self.host_weights.copy_(self.weights)",
-        "self.host_weights.copy_(self.weights, non_blocking=True)",
+        "self.host_agent.weights.copy_(self.agent.weights)\n        self.updates += 1",
+        "self.host_agent.weights.copy_(self.agent.weights, non_blocking=True)\n        self.updates += 1",
         NEWEST,
     ),
     (
         "ppo",
         "loaded by rebinding after capture",
-        "fill(tensors, {name: state[name] for name in tensors})",
-        "self.weights = self.weights.clone()\n        fill(self.tensors(), {name: state[name] for name in tensors})",
+        "load_tensors(tensors, {",
+        "self.agent = FlatNetwork(self.agent.network)\n        load_tensors(self.tensors(), {",
         CONTINUES,
     ),
     (
@@ -303,12 +310,12 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         ACTIONS_ALONE,
     ),
     ("ppo_atari", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
-    ("dqn_atari", "no wait for the actions", "self.actions_ready.synchronize()", "pass", TRAINING),
+    ("dqn_atari", "no wait for the actions", "self.actions_arrived.synchronize()", "pass", TRAINING),
     (
         "dqn_atari",
         "no wait where all actions are random",
-        "self.actions_ready.synchronize()",
-        "self.explore.all() or self.actions_ready.synchronize()",
+        "self.actions_arrived.synchronize()",
+        "self.explore.all() or self.actions_arrived.synchronize()",
         TRAINING,
     ),
     (
@@ -328,8 +335,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "dqn_atari",
         "target network rebound instead of moved",
-        "self.target_weights.lerp_(",
-        "self.target_weights = self.target_weights.lerp(",
+        "self.target_q.weights.lerp_(",
+        "self.target_q.weights = self.target_q.weights.lerp(",
         TRAINING,
     ),
     (
@@ -341,9 +348,9 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     ),
     (
         "dqn_atari",
-        "batch of the host rebound instead of filled",
-        "fill(self.batch, batch)",
-        "self.batch = batch",
+        "a batch of the host sampled in the graph",
+        "self.update_q = CudaGraphModule(self.update_q, warmup=GRAPH_WARMUP)",
+        "self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)",
         FROM_THE_HOST,
     ),
     (
@@ -384,8 +391,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "sac_atari",
         "event recorded before the copy that it stands for",
-        "self.host_actions.copy_(self.actions, non_blocking=True)\n        self.actions_ready.record()",
-        "self.actions_ready.record()\n        self.host_actions.copy_(self.actions, non_blocking=True)",
+        "self.host_actions.copy_(self.actions, non_blocking=True)\n        self.actions_arrived.record()",
+        "self.actions_arrived.record()\n        self.host_actions.copy_(self.actions, non_blocking=True)",
         TRAINING,
     ),
     (
@@ -393,8 +400,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "noise drawn outside of the graph",
         "if self.cudagraphs:\n",
         "if self.cudagraphs:\n"
-        "            clocks = torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_()\n"
-        "            self.decide = lambda _, decide=self.decide: decide(clocks)\n",
+        "            noise = torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_()\n"
+        "            self.act = lambda _, act=self.act: act(noise)\n",
         TRAINING,
     ),
     (
@@ -414,8 +421,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "sac_atari",
         "loaded by rebinding after capture",
-        "fill(tensors, saved)\n        if",
-        "self.log_alpha = self.log_alpha.clone()\n        fill(self.tensors(), saved)\n        if",
+        "load_tensors(tensors, {",
+        "self.log_alpha = self.log_alpha.clone()\n        load_tensors(self.tensors(), {",
         CONTINUES,
     ),
     ("sac_atari", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
@@ -469,7 +476,7 @@ def test_a_planted_bug_is_caught(algorithm, bug, old, new, caught_by, tmp_path, 
     with pytest.raises((AssertionError, RuntimeError, SystemExit)) as caught:
         catch(caught_by, algorithm, script, tmp_path / "runs", monkeypatch)
     assert caught.type is not NotImplementedError  # which the emulated device raises
-    assert caught.type is not SystemExit or str(caught.value).startswith("error: step")  # NaN
+    assert caught.type is not SystemExit or str(caught.value).startswith("error: step ")  # NaN
     print(f"\n{algorithm}, {bug}: {caught.type.__name__}: {str(caught.value).splitlines()[0][:100]}")
 
 
