@@ -209,13 +209,6 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     ),
     (
         "dqn",
-        "no wait for the weights of a checkpoint",
-        "self.arriving_weights.copy_(self.q.weights)\n        self.replay",
-        "self.arriving_weights.copy_(self.q.weights, non_blocking=True)\n        self.replay",
-        CONTINUES,
-    ),
-    (
-        "dqn",
         "event recorded before the copy that it stands for",
         "self.arriving_weights.copy_(self.q.weights, non_blocking=True)\n        self.weights_arrived.record()",
         "self.weights_arrived.record()\n        self.arriving_weights.copy_(self.q.weights, non_blocking=True)",
@@ -229,7 +222,7 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "dqn",
         "target network rebound instead of moved",
         "self.target_q.weights.lerp_(",
-        "self.target_q.weights = self.target_q.weights.lerp(",
+        "self.target_q = FlatNetwork(copy.deepcopy(self.target_q.network))\n        self.target_q.weights.lerp_(",
         TRAINING,
     ),
     ("dqn", "loaded by rebinding after capture", *REBOUND_COUNT, CONTINUES),
