@@ -85,7 +85,7 @@ def first_inputs(policy, obs):
 
 
 def in_order(inputs, resets):
-    """Whether most stacks, (n, 4, ...), have the frames of the stack before, one channel further towards the oldest.
+    """Whether most stacks, (n, 4, ...), have the frames of the stack before, one channel further toward the oldest.
 
     The first stacks of episodes do not count, nor do those in which nothing moves.
     """

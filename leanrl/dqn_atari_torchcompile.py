@@ -312,6 +312,8 @@ class DQN:
         load_tensors(tensors, {name: state[name] for name in tensors})
         if state["replay"]:
             self.replay.load_state_dict(state["replay"])
+        else:
+            note("the checkpoint has no replay buffer: --learning-starts steps fill it before learning goes on")
         self.updates = state["updates"]
         self.warmup_updates += self.updates
         self.rng.bit_generator.state = state["numpy_rng"]
@@ -330,15 +332,6 @@ def turns(frequency, step, num_envs):
     return step // frequency - (step - num_envs) // frequency
 
 
-def first_to_learn(args, run):
-    """The environment step after which to learn: --learning-starts, but later where an empty buffer is to be filled."""
-    if run.step == 0 or run.learner.replay.stored:
-        return args.learning_starts
-    start = run.step + args.learning_starts
-    note(f"the checkpoint has no replay buffer: it is filled until step {start}, where learning goes on")
-    return start
-
-
 def train(args, on_start=lambda run: None):
     """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
     keep_freed_memory()
@@ -348,7 +341,7 @@ def train(args, on_start=lambda run: None):
         envs = make_games(args, run.folder)
         learner = DQN(args, envs, run.device)
         run.start(envs, learner)
-        learning_starts = first_to_learn(args, run)
+        learning_starts = args.learning_starts if learner.replay.stored else run.step + args.learning_starts
         obs, _ = envs.reset()
         learner.begin(obs, epsilon(run.step, args))
         on_start(run)
@@ -700,11 +693,21 @@ def check_compile(args, device):
         refuse("compile", True, f"install {compiler}, which torch.compile needs, or leave it out")
 
 
+def needed_guards(guards):
+    """Which guards a compiled function checks at each call: not those on layers, builtins and imported modules.
+
+    These stay what they are while a script runs, and checking them takes up to 10% of a compiled update on a CPU.
+    """
+    needed = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    stable = ("__import_", "__builtins_")
+    return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
+
+
 def compiled(function, mode, **options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
     options |= torch._inductor.list_mode_options(mode)
-    options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    options["guard_filter_fn"] = needed_guards
     return torch.compile(function, fullgraph=True, options=options)
 
 

@@ -264,6 +264,8 @@ class SAC:
             self.log_alpha.data.copy_(state["log_alpha"])
         if state["replay"]:
             self.replay.load_state_dict(state["replay"])
+        else:
+            note("the checkpoint has no replay buffer: --learning-starts steps fill it before learning goes on")
         self.updates = state["updates"]
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
@@ -274,15 +276,6 @@ def turns(frequency, step, num_envs):
     return step // frequency - (step - num_envs) // frequency
 
 
-def first_to_learn(args, run):
-    """The environment step after which to learn: --learning-starts, but later where an empty buffer is to be filled."""
-    if run.step == 0 or run.learner.replay.stored:
-        return args.learning_starts
-    start = run.step + args.learning_starts
-    note(f"the checkpoint has no replay buffer: it is filled until step {start}, where learning goes on")
-    return start
-
-
 def train(args, on_start=lambda run: None):
     """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
     with Run(args) as run:
@@ -290,7 +283,7 @@ def train(args, on_start=lambda run: None):
         envs = make_games(args, run.folder)
         learner = SAC(args, envs, run.device)
         run.start(envs, learner)
-        learning_starts = first_to_learn(args, run)
+        learning_starts = args.learning_starts if learner.replay.stored else run.step + args.learning_starts
         envs.action_space.seed(args.seed + run.step)
         obs, _ = envs.reset()
         learner.replay.begin(obs)

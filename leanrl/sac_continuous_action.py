@@ -5,7 +5,7 @@ The algorithm and its defaults are CleanRL's, and so are its details:
 1. Two critics; the target takes the smaller value (`SAC.update`).
 2. The entropy coefficient is tuned toward an entropy of minus the number of action dimensions (`SAC.update_actor`).
 3. The actor is updated every second time, but then twice (`SAC.update`).
-4. Actions are squashed by tanh into the bounds of the action space (`Actor`).
+4. Actions are squashed by tanh into the bounds of the action space (`SquashedGaussian`).
 5. A truncated episode is not a terminal state: its last value is bootstrapped (`train`).
 
 sac_continuous_action_torchcompile.py makes the same updates at full speed.
@@ -129,29 +129,34 @@ class Critic(nn.Module):
 
 
 class Actor(nn.Module):
-    """A Gaussian policy, squashed by tanh into the bounds of the action space (appendix C)."""
+    """A Gaussian policy, before it is squashed: (batch, obs_dim) to mean and log standard deviation."""
 
-    def __init__(self, obs_dim, action_space):
+    def __init__(self, obs_dim, act_dim):
         super().__init__()
         self.net = nn.Sequential(
             nn.Linear(obs_dim, 256),
             nn.ReLU(),
             nn.Linear(256, 256),
             nn.ReLU(),
-            nn.Linear(256, 2 * action_space.shape[0]),
+            nn.Linear(256, 2 * act_dim),
         )
-        low = torch.tensor(action_space.low, dtype=torch.float32)
-        high = torch.tensor(action_space.high, dtype=torch.float32)
-        self.register_buffer("scale", (high - low) / 2)
-        self.register_buffer("bias", (high + low) / 2)
 
-    def forward(self, obs, noise):
-        """Actions, (batch, act_dim), and their log-probabilities, (batch,).
-
-        `noise`, (batch, act_dim), is standard normal; zeros give the mode of the policy.
-        """
+    def forward(self, obs):
         mean, log_std = self.net(obs).chunk(2, -1)
-        log_std = LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) / 2 * (log_std.tanh() + 1)
+        return mean, LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) / 2 * (log_std.tanh() + 1)
+
+
+class SquashedGaussian:
+    """Samples a Gaussian and squashes it by tanh into the bounds of the action space (appendix C). No parameters."""
+
+    def __init__(self, action_space, device):
+        low = torch.tensor(action_space.low, dtype=torch.float32, device=device)
+        high = torch.tensor(action_space.high, dtype=torch.float32, device=device)
+        self.scale = (high - low) / 2
+        self.bias = (high + low) / 2
+
+    def sample(self, mean, log_std, noise):
+        """Actions, (batch, act_dim), and their log-probabilities, (batch,); `noise` is standard normal."""
         squashed = (mean + log_std.exp() * noise).tanh()
         gaussian_log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_prob = gaussian_log_prob - (self.scale * (1 - squashed.square()) + 1e-6).log()
@@ -171,10 +176,11 @@ class SAC:
         self.low = envs.single_action_space.low
         self.high = envs.single_action_space.high
         with device:
-            self.actor = Actor(self.obs_dim, envs.single_action_space)
+            self.actor = Actor(self.obs_dim, self.act_dim)
             self.critics = nn.ModuleList([Critic(self.obs_dim, self.act_dim) for _ in range(NUM_CRITICS)])
             self.target_critics = copy.deepcopy(self.critics)
             self.log_alpha = torch.tensor(1.0 if args.autotune else args.alpha).log().requires_grad_()
+        self.gaussian = SquashedGaussian(envs.single_action_space, device)
         self.networks = {"actor": self.actor, "critics": self.critics, "target_critics": self.target_critics}
         self.optimizers = {
             "actor": torch.optim.Adam(self.actor.parameters(), lr=args.policy_lr),
@@ -190,7 +196,8 @@ class SAC:
 
     def sample_actions(self, obs):
         """Actions, (batch, act_dim), and their log-probabilities, (batch,)."""
-        return self.actor(obs, torch.randn(len(obs), self.act_dim, device=self.device))
+        mean, log_std = self.actor(obs)
+        return self.gaussian.sample(mean, log_std, torch.randn_like(mean))
 
     @torch.no_grad()
     def act(self, obs):
@@ -258,7 +265,7 @@ class SAC:
 
     def policy(self):
         """A copy of the deterministic policy, on the CPU."""
-        return Policy(copy.deepcopy(self.actor).cpu())
+        return Policy(copy.deepcopy(self.actor).cpu(), self.gaussian)
 
     def state_dict(self):
         """All that a resumed run needs to continue bit by bit, on the CPU or on the device."""
@@ -318,13 +325,15 @@ def train(args, on_start=lambda run: None):
 class Policy(nn.Module):
     """What policy.pt2 holds, the mode of the policy: (batch, obs_dim) to (batch, act_dim)."""
 
-    def __init__(self, actor):
+    def __init__(self, actor, squashed):
         super().__init__()
         self.actor = actor
+        self.register_buffer("scale", squashed.scale.cpu())
+        self.register_buffer("bias", squashed.bias.cpu())
 
     def forward(self, obs):
-        actions, _ = self.actor(obs, obs.new_zeros(obs.shape[0], len(self.actor.scale)))
-        return actions
+        mean, _ = self.actor(obs)
+        return mean.tanh() * self.scale + self.bias
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ The updates are those of the plain twin, sac_continuous_action.py. What makes th
 1. The parameters of a network, and so their gradients, are one flat vector: Adam is a few operations (`FlatNetwork`).
 2. The critics run as one batched matmul per layer, without gradients in the actor's loss (`FlatNetwork.__call__`).
 3. The replay buffer is on the device; an environment step costs one copy in and one copy out (`SAC.observe`).
-4. `--compile` makes one graph of each part of an update, from sampling to Adam and target networks (`SAC.compile`).
-5. `--cudagraphs` replays acting and learning as CUDA graphs, one launch each per environment step (`SAC.capture`).
-6. The environments step while the device learns: the host waits for actions, never for updates (`train`).
+4. `--compile` makes one graph of each part of an update, from sampling to Adam and target networks, and
+   `--cudagraphs` replays acting and learning as CUDA graphs, one launch each (`SAC.apply_compile_and_cudagraphs`).
+5. The environments step while the device learns: the host waits for actions, never for updates (`train`).
 
     python leanrl/sac_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile --cudagraphs
 """
@@ -147,29 +147,34 @@ class Critic(nn.Module):
 
 
 class Actor(nn.Module):
-    """A Gaussian policy, squashed by tanh into the bounds of the action space (appendix C)."""
+    """A Gaussian policy, before it is squashed: (batch, obs_dim) to mean and log standard deviation."""
 
-    def __init__(self, obs_dim, action_space):
+    def __init__(self, obs_dim, act_dim):
         super().__init__()
         self.net = nn.Sequential(
             nn.Linear(obs_dim, 256),
             nn.ReLU(),
             nn.Linear(256, 256),
             nn.ReLU(),
-            nn.Linear(256, 2 * action_space.shape[0]),
+            nn.Linear(256, 2 * act_dim),
         )
-        low = torch.tensor(action_space.low, dtype=torch.float32)
-        high = torch.tensor(action_space.high, dtype=torch.float32)
-        self.register_buffer("scale", (high - low) / 2)
-        self.register_buffer("bias", (high + low) / 2)
 
-    def forward(self, obs, noise):
-        """Actions, (batch, act_dim), and their log-probabilities, (batch,).
-
-        `noise`, (batch, act_dim), is standard normal; zeros give the mode of the policy.
-        """
+    def forward(self, obs):
         mean, log_std = self.net(obs).chunk(2, -1)
-        log_std = LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) / 2 * (log_std.tanh() + 1)
+        return mean, LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) / 2 * (log_std.tanh() + 1)
+
+
+class SquashedGaussian:
+    """Samples a Gaussian and squashes it by tanh into the bounds of the action space (appendix C). No parameters."""
+
+    def __init__(self, action_space, device):
+        low = torch.tensor(action_space.low, dtype=torch.float32, device=device)
+        high = torch.tensor(action_space.high, dtype=torch.float32, device=device)
+        self.scale = (high - low) / 2
+        self.bias = (high + low) / 2
+
+    def sample(self, mean, log_std, noise):
+        """Actions, (batch, act_dim), and their log-probabilities, (batch,); `noise` is standard normal."""
         squashed = (mean + log_std.exp() * noise).tanh()
         gaussian_log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_prob = gaussian_log_prob - (self.scale * (1 - squashed.square()) + 1e-6).log()
@@ -189,12 +194,13 @@ class SAC:
         self.low = envs.single_action_space.low
         self.high = envs.single_action_space.high
         with device:
-            actor = Actor(self.obs_dim, envs.single_action_space)
+            actor = Actor(self.obs_dim, self.act_dim)
             critics = nn.ModuleList([Critic(self.obs_dim, self.act_dim) for _ in range(NUM_CRITICS)])
         batched = args.compile or self.cudagraphs
         self.actor = FlatNetwork(actor)
         self.critics = FlatNetwork(critics, batched)
         self.target_critics = FlatNetwork(copy.deepcopy(critics), batched)
+        self.gaussian = SquashedGaussian(envs.single_action_space, device)
         self.log_alpha = torch.tensor(1.0 if args.autotune else args.alpha, device=device).log()
         self.optimizers = {
             "actor": Adam(self.actor.weights, args.policy_lr),
@@ -229,7 +235,7 @@ class SAC:
 
         # critic loss (eq. 5)
         with torch.no_grad():
-            next_actions, next_log_prob = self.actor(next_obs, noise)
+            next_actions, next_log_prob = self.gaussian.sample(*self.actor(next_obs), noise)
             next_q = self.target_critics(next_obs, next_actions).amin(0)
             next_v = next_q - self.log_alpha.exp() * next_log_prob
             target = batch["rewards"] + (1 - batch["terminated"]) * self.args.gamma * next_v
@@ -245,35 +251,33 @@ class SAC:
         losses = {f"qf{i + 1}_values": values for i, values in enumerate(q.detach().mean(-1))}
         return obs, losses | {"qf_loss": qf_loss.detach()}
 
-    def update_actor(self, obs, noise, temperature_noise):
-        """One step on the actor for `obs`, (batch, obs_dim), then one on the entropy coefficient; returns losses.
+    def update_actor(self, obs, noises):
+        """Steps on the actor for `obs`, (batch, obs_dim), each followed by one on the entropy coefficient.
 
-        Both noises are (batch, act_dim).
+        `noises`, (steps, 2, batch, act_dim), are for the actor and for the temperature. Returns losses by name.
         """
-        # actor loss (eq. 7)
         weights = self.actor.weights.detach().requires_grad_()
-        alpha = self.log_alpha.exp()
-        actions, log_prob = self.actor(obs, noise, weights=weights)
-        q = self.critics(obs, actions).amin(0)
-        actor_loss = (alpha * log_prob - q).mean()
-        (gradient,) = torch.autograd.grad(actor_loss, weights)
-        self.optimizers["actor"].step(self.actor.weights, gradient)
-        losses = {"actor_loss": actor_loss.detach(), "entropy": -log_prob.detach().mean()}
-
-        # temperature (eq. 18), with the new actor
-        if self.args.autotune:
-            _, log_prob = self.actor(obs, temperature_noise)
-            target_entropy = -self.act_dim
-            alpha_loss = (-alpha * (log_prob + target_entropy)).mean()
-            self.optimizers["alpha"].step(self.log_alpha, gradient=alpha_loss)  # exp is its own derivative
-            losses["alpha_loss"] = alpha_loss
-        return losses | {"alpha": self.log_alpha.exp()}
-
-    def delayed_actor_updates(self, obs, noises):
-        """As many actor updates as were left out since the last ones; `noises` are (updates, 2, batch, act_dim)."""
+        mean, log_std = self.actor(obs, weights=weights)
         for noise, temperature_noise in noises:
-            losses = self.update_actor(obs, noise, temperature_noise)
-        return losses
+            # actor loss (eq. 7)
+            alpha = self.log_alpha.exp()
+            actions, log_prob = self.gaussian.sample(mean, log_std, noise)
+            q = self.critics(obs, actions).amin(0)
+            actor_loss = (alpha * log_prob - q).mean()
+            (gradient,) = torch.autograd.grad(actor_loss, weights)
+            self.optimizers["actor"].step(self.actor.weights, gradient)
+            losses = {"actor_loss": actor_loss.detach(), "entropy": -log_prob.detach().mean()}
+            weights = self.actor.weights.detach().requires_grad_()
+            mean, log_std = self.actor(obs, weights=weights)  # for the temperature and for the next step
+
+            # temperature (eq. 18), with the new actor
+            if self.args.autotune:
+                _, log_prob = self.gaussian.sample(mean.detach(), log_std.detach(), temperature_noise)
+                target_entropy = -self.act_dim
+                alpha_loss = (-alpha * (log_prob + target_entropy)).mean()
+                self.optimizers["alpha"].step(self.log_alpha, gradient=alpha_loss)  # exp is its own derivative
+                losses["alpha_loss"] = alpha_loss
+        return losses | {"alpha": self.log_alpha.exp()}
 
     def uniform(self):
         """Numbers from [0, 1) that pick a batch, (batch,); in float64, since float32 would skip rows of a million."""
@@ -290,8 +294,8 @@ class SAC:
         obs, losses = self.update_critics(targets_too, self.uniform(), self.noise())
         self.scalars.store(**losses)
         if actor_too:
-            noises = self.noise(self.args.policy_frequency, 2)
-            self.scalars.store(**self.delayed_actor_updates(obs, noises))
+            noises = self.noise(self.args.policy_frequency, 2)  # as many steps as were left out
+            self.scalars.store(**self.update_actor(obs, noises))
 
     def update(self):
         """Launch one update: on a CUDA device it may still run when this returns."""
@@ -304,7 +308,7 @@ class SAC:
         """Store the transitions in `input`, and sample actions for the observations behind them."""
         rows, obs = self.input.split((self.replay.width, self.obs_dim), -1)
         self.replay.write(rows, self.num_envs)
-        actions, _ = self.actor(obs, noise)
+        actions, _ = self.gaussian.sample(*self.actor(obs), noise)
         self.actions.copy_(actions)
 
     def act(self):
@@ -337,7 +341,7 @@ class SAC:
             mode = self.args.compile_mode
             self.store_and_act = compiled(self.store_and_act, mode)
             self.update_critics = compiled(self.update_critics, self.args.critic_compile_mode or mode)
-            self.delayed_actor_updates = compiled(self.delayed_actor_updates, mode)
+            self.update_actor = compiled(self.update_actor, mode)
         if self.cudagraphs:
             self.act = CudaGraphModule(self.act, warmup=GRAPH_WARMUP)
             for kind in kinds:
@@ -349,7 +353,7 @@ class SAC:
 
     def policy(self):
         """A copy of the deterministic policy, on the CPU."""
-        return Policy(self.actor.cpu_copy())
+        return Policy(self.actor.cpu_copy(), self.gaussian)
 
     def tensors(self):
         """All that updates change but the replay buffer: the tensors themselves."""
@@ -424,13 +428,15 @@ def train(args, on_start=lambda run: None):
 class Policy(nn.Module):
     """What policy.pt2 holds, the mode of the policy: (batch, obs_dim) to (batch, act_dim)."""
 
-    def __init__(self, actor):
+    def __init__(self, actor, squashed):
         super().__init__()
         self.actor = actor
+        self.register_buffer("scale", squashed.scale.cpu())
+        self.register_buffer("bias", squashed.bias.cpu())
 
     def forward(self, obs):
-        actions, _ = self.actor(obs, obs.new_zeros(obs.shape[0], len(self.actor.scale)))
-        return actions
+        mean, _ = self.actor(obs)
+        return mean.tanh() * self.scale + self.bias
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -658,11 +664,21 @@ def check_compile(args, device):
         refuse("compile", True, f"install {compiler}, which torch.compile needs, or leave it out")
 
 
+def needed_guards(guards):
+    """Which guards a compiled function checks at each call: not those on layers, builtins and imported modules.
+
+    These stay what they are while a script runs, and checking them takes up to 10% of a compiled update on a CPU.
+    """
+    needed = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    stable = ("__import_", "__builtins_")
+    return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
+
+
 def compiled(function, mode, **options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
     options |= torch._inductor.list_mode_options(mode)
-    options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    options["guard_filter_fn"] = needed_guards
     return torch.compile(function, fullgraph=True, options=options)
 
 

@@ -363,7 +363,8 @@ def feed_same_batches(plain, turbo, seed):
         if hasattr(turbo, "num_actions"):
             columns["actions"] = (columns["actions"].abs() * 1.5).floor().clamp(max=turbo.num_actions - 1)
         else:
-            columns["actions"] = turbo.actor.network.bias + turbo.actor.network.scale * columns["actions"]
+            bounds = turbo.gaussian if hasattr(turbo, "gaussian") else turbo.actor.network
+            columns["actions"] = bounds.bias + bounds.scale * columns["actions"]
         turbo.replay.rows[:batch] = torch.cat([column.view(batch, -1) for column in columns.values()], 1)
         return columns
 

@@ -1,6 +1,6 @@
 """Draw results for the report: speeds, learning curves and load.
 
-Colours are those of Okabe and Ito (2008), which the colour-blind tell apart; line styles and hatches say the same in
+Colors are those of Okabe and Ito (2008), which the color-blind tell apart; line styles and hatches say the same in
 black and white.
 """
 
@@ -13,7 +13,7 @@ from scipy.stats import bootstrap
 from benchmark.algorithms import named
 
 POINTS = 100
-STYLES = {  # colour, line style, hatch
+STYLES = {  # color, line style, hatch
     "plain": ("#000000", "-", ""),
     "eager": ("#E69F00", "--", "//"),
     "compile": ("#0072B2", "-.", "\\\\"),
@@ -78,8 +78,8 @@ def speed_bars(groups):
         ratios = [ratios or [0] for ratios in measured]  # no bar
         middle = np.array([np.median(some) for some in ratios])
         error = [middle - [min(some) for some in ratios], [max(some) for some in ratios] - middle]
-        colour, _, hatch = STYLES[mode]
-        look = {"facecolor": "white" if hatch else colour, "edgecolor": colour, "hatch": hatch, "label": mode}
+        color, _, hatch = STYLES[mode]
+        look = {"facecolor": "white" if hatch else color, "edgecolor": color, "hatch": hatch, "label": mode}
         places = np.arange(len(groups)) + (i + 0.5) * width - 0.4
         axes.bar(places, middle, width, yerr=error, capsize=2, **look)
     names = [named(*group).replace(", ", "\n") for group in groups]
@@ -102,10 +102,10 @@ def learning_curves(title, modes):
             end = min(curve[column][-1] for curve in curves)
             grid = np.linspace(begin, end, POINTS)
             middle, low, high = middle_and_interval([np.interp(grid, curve[column], curve[2]) for curve in curves])
-            colour, style, _ = STYLES[mode]
+            color, style, _ = STYLES[mode]
             seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
-            axes.plot(grid / unit, middle, color=colour, linestyle=style, label=f"{mode}, {seeds}")
-            axes.fill_between(grid / unit, low, high, color=colour, alpha=0.15, linewidth=0)
+            axes.plot(grid / unit, middle, color=color, linestyle=style, label=f"{mode}, {seeds}")
+            axes.fill_between(grid / unit, low, high, color=color, alpha=0.15, linewidth=0)
     both[0].set(xlabel="environment steps", ylabel="episodic return")
     both[1].set(xlabel="wall-clock, minutes")
     figure.legend(*both[0].get_legend_handles_labels(), **LEGEND)
@@ -120,9 +120,9 @@ def load_curves(title, tables):
     figure, rows = plt.subplots(len(columns), figsize=(8, 3 * len(columns)), squeeze=False, layout="constrained")
     for axes, column in zip(rows[:, 0], columns, strict=True):
         for mode, table in tables.items():
-            colour, style, _ = STYLES[mode]
+            color, style, _ = STYLES[mode]
             samples = np.array(table["rows"])
-            axes.plot(samples[:, 0], samples[:, table["columns"].index(column)], color=colour, ls=style, label=mode)
+            axes.plot(samples[:, 0], samples[:, table["columns"].index(column)], color=color, ls=style, label=mode)
         axes.set(xlabel="seconds of the mode's own slices", ylabel=names[column], ylim=(0, None))
     figure.legend(*rows[0, 0].get_legend_handles_labels(), **LEGEND)
     figure.suptitle(title)

@@ -126,13 +126,13 @@ class Games(VecEnv):
 
 
 class Clock(BaseCallback):
-    """Ends time slices where a rollout begins, once the agent has learnt for a while."""
+    """Ends time slices where a rollout begins, once the agent has learned for a while."""
 
     def __init__(self, total_timesteps):
         super().__init__()
         self.slices = TimeSlices(total_timesteps)
         self.start = time.perf_counter()
-        self.learnt_step = self.warmup_seconds = None
+        self.learned_step = self.warmup_seconds = None
 
     def _on_step(self):
         return True
@@ -140,9 +140,9 @@ class Clock(BaseCallback):
     def _on_rollout_start(self):
         if not self.model._n_updates:
             return
-        if self.learnt_step is None:
-            self.learnt_step = self.num_timesteps
-        if self.num_timesteps < self.learnt_step + BURNIN:
+        if self.learned_step is None:
+            self.learned_step = self.num_timesteps
+        if self.num_timesteps < self.learned_step + BURNIN:
             return
         if self.warmup_seconds is None:
             self.warmup_seconds = time.perf_counter() - self.start
@@ -277,14 +277,14 @@ NOTES = (  # what no setting makes equal and no attribute shows: algorithm or sc
         "the loss of a value is that of its clipped one; ours the larger of both",
     ),
     ("PPO", "sb3, sbx", "an update has the learning rate of the next iteration, and so the last one 0"),
-    ("PPO", "sbx", "actor and critic have an optimiser each, and gradients that are clipped apart"),
+    ("PPO", "sbx", "actor and critic have an optimizer each, and gradients that are clipped separately"),
     ("ppo_atari_envpool", "sbx", "actor and critic have a convolutional network each, made equal after every step"),
     ("SAC", "sb3, sbx", "actor and temperature step after each step of the critics; ours twice after every second one"),
     ("SAC", "sb3, sbx", "the temperature learns from the actor's sample; ours from one more, by the new actor"),
     ("SAC", "sb3, sbx", "the log standard deviation is clipped to [-20, 2]; ours is bounded by tanh to [-5, 2]"),
     ("TD3", "sbx", "target networks move after every step of the critics; ours on the actor's turns"),
     ("TD3", "sbx", "the actor follows the smaller one of both critics; ours the first"),
-    ("DQN", "sb3, sbx", "the loss is Huber's; ours the squared error, by which CartPole-v1 is learnt sooner"),
+    ("DQN", "sb3, sbx", "the loss is Huber's; ours the squared error, by which CartPole-v1 is learned sooner"),
     ("DQN", "sb3, sbx", "actions before learning starts are random; ours with the probability of exploration"),
     ("DQN", "sb3", "gradients are clipped, to a norm that is infinite here; ours are not"),
     ("dqn_atari", "sb3, sbx", "the replay buffer holds each frame eight times, 56 GB for a million; ours once"),
@@ -333,14 +333,14 @@ def rows_of_optimizers(eps, rates, annealed):
 
 
 def optimizers_in_torch(optimizers, annealed):
-    """Rows of torch's optimisers, by the name of what they optimise."""
+    """Rows of torch's optimizers, by the name of what they optimize."""
     groups = {name: optimizer.param_groups[0] for name, optimizer in optimizers.items()}
     [eps] = {group["eps"] for group in groups.values()}
     return rows_of_optimizers(eps, {name: group["lr"] for name, group in groups.items()}, annealed)
 
 
 def optimizers_of_sb3(name, model):
-    """The optimisers of a model in sb3, by our names."""
+    """The optimizers of a model in sb3, by our names."""
     if name in ("PPO", "DQN"):
         return {"agent" if name == "PPO" else "q": model.policy.optimizer}
     optimizers = {"actor": model.actor.optimizer, "critics": model.critic.optimizer}
@@ -358,7 +358,7 @@ def our_settings(algo, script, args):
         rows["minibatch"] = args.num_envs * args.num_steps // args.num_minibatches
         rows["vf_coef, of half the squared error"] = args.vf_coef
         rows["clip of the values"] = args.clip_coef if args.clip_vloss else None
-        rows["normalised by running statistics"] = "observations, rewards" if hasattr(learner, "normalizer") else None
+        rows["normalized by running statistics"] = "observations, rewards" if hasattr(learner, "normalizer") else None
     else:
         rows["updates in a step"] = 1 / getattr(args, "train_frequency", 1)
     if name == "SAC":
@@ -393,7 +393,7 @@ def peer_settings(peer, algo, script, args):
         rows["minibatch"] = model.batch_size
         rows["vf_coef, of half the squared error"] = 2 * model.vf_coef
         rows["clip of the values"] = model.clip_range_vf
-        rows["normalised by running statistics"] = "observations, rewards" if normalized else None
+        rows["normalized by running statistics"] = "observations, rewards" if normalized else None
     else:
         rows["updates in a step"] = model.gradient_steps / model.train_freq.frequency
     if name == "SAC":

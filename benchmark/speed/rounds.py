@@ -32,7 +32,7 @@ TURBO_FLAGS = {  # of the turbo script, by mode
 }
 MODES = {"plain": (*INTERLEAVED, "{algo}")}
 MODES |= {mode: (*INTERLEAVED, "{algo}_torchcompile", *flags) for mode, flags in TURBO_FLAGS.items()}
-PEERS = {  # only when asked for
+PEERS = {  # measured where they are installed
     "sb3": ("-m", "benchmark.speed.peers", "sb3", "{algo}"),
     "sbx": ("-m", "benchmark.speed.peers", "sbx", "{algo}"),
 }
@@ -48,7 +48,7 @@ class RunArgs:
     total_timesteps: int | None = None
     """environment steps of each run (by default the algorithm's in algorithms.py)"""
     flags: str = ""
-    """more flags for the scripts, in one word: --flags="--env-backend envpool" """
+    """more flags for the scripts, in one word: --flags="--num-envs 4" """
     monitor: bool = False
     """also record how busy processor and card are (a card needs nvidia-ml-py)"""
 
@@ -58,7 +58,7 @@ class RoundArgs(RunArgs):
     algo: str = "sac_continuous_action"
     """name of the plain script, without .py"""
     run_dir: Path = Path("runs/benchmark")
-    """folder for the runs, one sub-folder per mode and seed, with log.txt and, if asked for, monitor.json"""
+    """folder for the runs, one sub-folder per mode and seed, with log.txt and, with --monitor, monitor.json"""
 
 
 def modes_of(algo):

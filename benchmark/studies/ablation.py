@@ -75,7 +75,7 @@ def tricks_of(algo, mode):
     return [trick for trick in TRICKS[algo] if mode in trick.modes]
 
 
-def learnt(path, algo, mode):
+def learned(path, algo, mode):
     """All parameters of a short run of the script at `path` at its first and at its last log: two vectors."""
     script = load(str(path))
     script.LOG_INTERVAL = 10
@@ -95,16 +95,16 @@ def learnt(path, algo, mode):
 
 
 def difference(path, algo, mode, wanted):
-    """How far apart the copy at `path` and the script end, whose `learnt` is `wanted`, as a part of the way it went."""
+    """How far apart the copy at `path` and the script end, as a part of the way from `wanted`, its `learned`."""
     before, after = wanted
-    _, got = learnt(path, algo, mode)
+    _, got = learned(path, algo, mode)
     return float((got - after).norm() / (after - before).norm())
 
 
 def verify(algo, mode):
     """Print how far each copy is from the script after a short run; SystemExit(1) if that is more than rounding."""
     with tempfile.TemporaryDirectory() as folder:
-        wanted = learnt(write_copy(algo, None, Path(folder)), algo, mode)
+        wanted = learned(write_copy(algo, None, Path(folder)), algo, mode)
         for trick in tricks_of(algo, mode):
             far = difference(write_copy(algo, trick, Path(folder)), algo, mode, wanted)
             print(f"{algo}, {mode}, without {trick.name}: {far:.1e} of the way", flush=True)

@@ -254,7 +254,7 @@ def draw_all(results):
 
 
 def draw(data, path):
-    """Both curves with their floors, in colours that differ in brightness too, and with markers of their own."""
+    """Both curves with their floors, in colors that differ in brightness too, and with markers of their own."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -8,7 +8,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def wait():
-    """Until the device has done all that it was asked for."""
+    """Wait until the device is done."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 

@@ -109,7 +109,7 @@ TRANSPOSED_STORAGE = Trick(
     "FlatNetwork.views",
     "matrices stored transposed, so that gradients need no copy",
     ALL,
-    (("parameter.view(-1, *reversed(shape)).mT", "parameter.view(-1, *shape)"),),
+    (("parameter.view(*lead, *reversed(shape)).mT", "parameter.view(*lead, *shape)"),),
 )
 NUMPY_ACTING = Trick(
     "numpy_acting",

@@ -255,7 +255,7 @@ def test_resuming_with_and_without_the_buffer(script, checkpoint_replay, tmp_pat
         stored = [int(state["learner"]["replay"]["stored"][0]) for state in (before, after)]
         assert stored == [len(transitions_of(1, 100)), len(transitions_of(1, 100)) + len(transitions_of(1, 50))]
     else:
-        assert len(notes) == 1 and "no replay buffer" in notes[0] and "until step 440" in notes[0]
+        assert len(notes) == 1 and "no replay buffer" in notes[0]
         assert before["learner"]["replay"] == after["learner"]["replay"] == {}
 
 

@@ -19,8 +19,8 @@ def gymnasium_step(envs, actions):
 @pytest.mark.parametrize("env_id", [*CONTINUOUS, *DISCRETE])
 def test_direct_steps_equal_gymnasiums(env_id, num_envs):
     """Bit by bit and in the same types, over several episodes; and no array that was handed out changes later."""
-    args = DIRECT.Args(env_id=env_id)
-    sync, direct = DIRECT.make_envs(args, num_envs), DIRECT.DirectEnvs(DIRECT.make_envs(args, num_envs))
+    args = DIRECT.Args(env_id=env_id, num_envs=num_envs)
+    sync, direct = DIRECT.make_envs(args, None), DIRECT.DirectEnvs(DIRECT.make_envs(args, None))
     first, wanted = direct.reset(seed=5)[0], sync.reset(seed=5)[0]
     assert np.array_equal(first, wanted)
     sync.action_space.seed(0)

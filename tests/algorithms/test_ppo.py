@@ -1,10 +1,9 @@
-"""The PPO learners: advantages, normalisation, plain against turbo, episode ends, envpool, capture, learning."""
+"""The PPO learners: advantages, normalization, plain against turbo, episode ends, capture, learning."""
 
 import itertools
 import json
 
 import conftest
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -21,8 +20,8 @@ from conftest import (
     networks,
     saved,
     scalars,
+    train,
 )
-from gymnasium.vector import AutoresetMode
 
 PLAIN, TURBO = conftest.PLAIN["ppo"], conftest.TURBO["ppo"]
 
@@ -110,15 +109,17 @@ def test_the_plain_scripts_advantages_equal_the_textbooks():
     rewards, values, _, terminated, ended = random_steps(20, 3, 0.2)
     columns = {"rewards": rewards, "values": values, "terminated": terminated, "ended": ended}
     for name, column in columns.items():
-        learner.storage[name].copy_(torch.as_tensor(column))
-    learner.storage["next_obs"].normal_()
-    _, _, next_values = learner.agent(learner.storage["next_obs"])
+        learner.rollout[name].copy_(torch.as_tensor(column))
+    learner.rollout["next_obs"].normal_()
+    _, _, next_values = learner.agent(learner.rollout["next_obs"])
     wanted = textbook_advantages(rewards, values, next_values.detach().numpy(), terminated, ended, 0.99, 0.95)
-    np.testing.assert_allclose(learner.advantages().numpy(), wanted, rtol=1e-4, atol=1e-5)
+    batch = learner.make_batch()
+    np.testing.assert_allclose(batch["advantages"].view(20, 3).numpy(), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(batch["returns"].view(20, 3).numpy(), wanted + values, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("num_envs", [1, 8])
-def test_normaliser_agrees_with_numpy_on_a_million_values(num_envs):
+def test_normalizer_agrees_with_numpy_on_a_million_values(num_envs):
     """Offset and scale are such that a sum of squares in float32 would fail."""
     steps, dims = 1_000_000 // (4 * num_envs), 3
     generator = np.random.default_rng(0)
@@ -157,7 +158,7 @@ def test_turbo_equals_plain(mode, kwargs, monkeypatch):
         for learner in (plain, turbo):
             learner.update(3e-4 * (1 - iteration / 10))
         if iteration in (0, 9):
-            assert_learners_agree(plain, turbo, {"agent": turbo.agent}, tolerance=1e-5 if iteration == 0 else 1e-4)
+            assert_learners_agree(plain, turbo, tolerance=1e-5 if iteration == 0 else 1e-4)
 
 
 @pytest.mark.parametrize(("bootstrap", "terminal"), [(True, 0.0), (False, 1.0)])
@@ -169,7 +170,7 @@ def test_steps_keep_the_true_last_observation_and_tell_terminal_from_truncated(
     seen = []
     sizes = {"num_envs": 2, "total_timesteps": 200, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1}
     args = script.Args(env_id=env_id, run_dir=str(tmp_path), bootstrap_truncation=bootstrap, **sizes)
-    script.train(args, on_log=lambda learner, losses, step: seen.append(columns_of(learner)))
+    train(script, args, on_log=lambda learner, losses, step: seen.append(columns_of(learner)))
     obs, next_obs, terminated, ended = seen[-1]
     assert len(seen) == 2
     assert (next_obs[..., 0] == obs[..., 0] + 1).all() and (next_obs[..., 1] == obs[..., 1]).all()
@@ -185,7 +186,7 @@ def do_not_normalize(script, monkeypatch):
 
 def columns_of(learner):
     """obs, next_obs, terminated and ended of the stored rollout, numpy, each (num_steps, num_envs, ...)."""
-    steps = learner.storage if hasattr(learner, "storage") else learner.steps
+    steps = learner.steps if hasattr(learner, "steps") else learner.rollout
     return [np.asarray(steps[name]).copy() for name in ("obs", "next_obs", "terminated", "ended")]
 
 
@@ -204,14 +205,9 @@ def test_values_bootstrap_through_truncation_unless_told_not_to(script, bootstra
     }
     args = script.Args(env_id="BlindTruncates-v0", run_dir=str(tmp_path), bootstrap_truncation=bootstrap, **sizes)
     args.clip_vloss, args.max_grad_norm = False, 10.0
-    script.train(args, on_log=lambda learner, losses, step: seen.append(learner))
-    assert value_of(seen[-1], np.zeros((1, 2))) == pytest.approx(value, rel=0.1)
-
-
-def value_of(learner, obs):
-    obs = torch.as_tensor(obs, dtype=torch.float32)
-    _, _, value = learner.agent(obs) if hasattr(learner, "storage") else learner.agent(learner.weights, obs)
-    return value.item()
+    train(script, args, on_log=lambda learner, losses, step: seen.append(learner))
+    _, _, values = seen[-1].agent(torch.zeros(1, 2))
+    assert values.item() == pytest.approx(value, rel=0.1)
 
 
 def test_actions_respect_each_dimensions_bounds(script):
@@ -226,7 +222,7 @@ def test_the_host_acts_as_the_device_would(capsys):
     learner = make_learner(TURBO, num_envs=5)
     obs = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
     for iteration in range(2):
-        mean, log_std, _ = learner.agent(learner.weights, torch.from_numpy(obs))
+        mean, log_std, _ = learner.agent(torch.from_numpy(obs))
         np.testing.assert_allclose(learner.mean_actions(obs), mean.numpy(), rtol=1e-4, atol=1e-6)
         learner.act(0, obs)
         noise = learner.steps["actions"][0] - mean.numpy()
@@ -283,7 +279,7 @@ def test_acting_follows_an_edit_of_the_agent(agent, by_numpy, monkeypatch, capsy
     for iteration in range(2):
         roll_out([learner], seed=iteration)
         obs = np.random.default_rng(iteration).standard_normal((2, 3)).astype(np.float32)
-        mean, log_std, _ = learner.agent(learner.weights, torch.from_numpy(obs))
+        mean, log_std, _ = learner.agent(torch.from_numpy(obs))
         learner.act(0, obs)
         np.testing.assert_allclose(learner.steps["actions"][0] - learner.noise[0], mean.numpy(), rtol=1e-4, atol=1e-5)
         assert learner.noise.std() == pytest.approx(log_std.exp().item(), rel=0.5)
@@ -298,7 +294,31 @@ def test_a_standard_deviation_that_depends_on_observations_is_refused(monkeypatc
 
     monkeypatch.setattr(TURBO, "Agent", Dependent)
     with pytest.raises(ValueError, match="for all observations"):
-        roll_out([make_learner(TURBO)])
+        make_learner(TURBO)
+
+
+class Dropout(TURBO.Agent):
+    def __init__(self, obs_dim, act_dim):
+        super().__init__(obs_dim, act_dim)
+        self.actor.insert(2, torch.nn.Dropout(0.1))
+
+
+class RunningMean(TURBO.Agent):
+    def __init__(self, obs_dim, act_dim):
+        super().__init__(obs_dim, act_dim)
+        self.register_buffer("mean_obs", torch.zeros(obs_dim))
+
+    def forward(self, obs):
+        self.mean_obs.lerp_(obs.mean(0), 0.01)
+        return super().forward(obs - self.mean_obs)
+
+
+@pytest.mark.parametrize("agent", [Dropout, RunningMean])
+def test_an_actor_that_answers_differently_each_time_is_refused(agent, monkeypatch):
+    """It would act with one mask or mean, and take the log-probabilities of its actions with another."""
+    monkeypatch.setattr(TURBO, "Agent", agent)
+    with pytest.raises(ValueError, match="no dropout, no running statistics"):
+        make_learner(TURBO)
 
 
 def test_each_rollout_has_fresh_noise():
@@ -335,16 +355,13 @@ def test_the_learning_rate_is_lowered_linearly(script, tmp_path):
     sizes = {"total_timesteps": 200, "num_steps": 50, "num_minibatches": 2, "learning_rate": 1e-3}
     for anneal in (True, False):
         args = script.Args(env_id="Pendulum-v1", run_dir=str(tmp_path), anneal_lr=anneal, **sizes)
-        script.train(args, on_log=lambda learner, losses, step: rates.append(float(rate_of(learner))))
+        train(script, args, on_log=lambda learner, losses, step: rates.append(rate_of(learner)))
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4] + 4 * [1e-3])
 
 
 def rate_of(learner):
-    return (
-        learner.learning_rate
-        if hasattr(learner, "learning_rate")
-        else learner.optimizers["agent"].param_groups[0]["lr"]
-    )
+    optimizer = learner.optimizers["agent"]
+    return optimizer.lr.item() if hasattr(optimizer, "lr") else optimizer.param_groups[0]["lr"]
 
 
 def test_every_minibatch_is_drawn_once_an_epoch(script):
@@ -383,16 +400,16 @@ def test_a_restored_learner_continues_bit_by_bit(script):
     assert_same_state(restored.state_dict(), learner.state_dict())
 
 
-def test_stage_counts_the_updates_of_this_process():
+def test_warm_up_is_of_this_process():
+    """A resumed run compiles and captures anew, however many updates the first one has made."""
     learner = make_learner(TURBO)
-    assert learner.stage == "warming up"
-    roll_out([learner])
-    learner.update(1e-3)
-    assert learner.stage == "training"
+    assert learner.warmup_updates == 1
+    for i in range(2):
+        roll_out([learner], seed=i)
+        learner.update(1e-3)
     restored = make_learner(TURBO)
-    restored.compile = True
     restored.load_state_dict(learner.state_dict())
-    assert restored.stage == "compiling" and restored.updates == 1
+    assert restored.updates == 2 and restored.warmup_updates == 3
 
 
 def test_the_compiled_function_has_one_graph_and_does_not_recompile():
@@ -406,110 +423,70 @@ def test_the_compiled_function_has_one_graph_and_does_not_recompile():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def envpool_envs(num_envs, env_id="HalfCheetah-v5", seed=1):
-    args = TURBO.Args(env_id=env_id, num_envs=num_envs, env_backend="envpool")
-    return TURBO.EnvPool(args, seed)
-
-
-def step_envpool(script, envs, actions):
-    """What `train` gets from a step: next_obs, last_obs, and where an episode has ended."""
-    if script is TURBO:
-        next_obs, last_obs, _, terminated, truncated = TURBO.DirectEnvPool(envs).step(actions)
-    else:
-        next_obs, _, terminated, truncated, infos = envs.step(actions)
-        last_obs = PLAIN.final_observations(next_obs, infos)
-    return next_obs, last_obs, terminated | truncated
-
-
-def test_envpool_resets_within_the_step_that_ends_an_episode(script):
-    """Hopper falls early: each observation after an end is one of a reset, close to standing still at the start."""
-    envs = envpool_envs(4, "Hopper-v5")
-    assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
-    obs, _ = envs.reset()
-    generator, ends, length = np.random.default_rng(0), 0, np.zeros(4, int)
-    for _ in range(300):
-        assert (np.abs(obs[length == 0]) < 1.3).all() and np.abs(obs[length == 0, 5:]).max(initial=0) <= 0.005
-        obs, last_obs, ended = step_envpool(script, envs, generator.uniform(-1, 1, (4, 3)))
-        length += 1
-        assert (length[ended] > 1).all() and (last_obs is obs) == (not ended.any())
-        assert (np.abs(last_obs[ended, 5:]) > 0.1).any(1).all() and (last_obs[~ended] == obs[~ended]).all()
-        ends, length = ends + ended.sum(), np.where(ended, 0, length)
-    assert ends > 10
-
-
-def test_envpool_and_gymnasium_step_alike():
-    """The same environment: from episode starts, which are random, observations and rewards are distributed alike."""
-    args = TURBO.Args(env_id="HalfCheetah-v5")
-    statistics = []
-    for envs in (envpool_envs(20), TURBO.make_envs(args, 20)):
-        obs, _ = envs.reset(seed=0)
-        rewards = []
-        for _ in range(50):
-            obs, reward, *_ = envs.step(np.full((20, 6), 0.5, np.float32))
-            rewards.append(reward)
-        statistics.append((obs.mean(0), np.mean(rewards)))
-    (obs, reward), (gym_obs, gym_reward) = statistics
-    np.testing.assert_allclose(obs, gym_obs, atol=0.2)
-    assert reward == pytest.approx(gym_reward, abs=0.1)
-
-
-def test_envpool_is_seeded(script):
-    first, again, other = (script.EnvPool(script.Args(num_envs=3), seed).reset()[0] for seed in (1, 1, 2))
-    assert np.array_equal(first, again) and not np.isclose(first, other).any()
-    assert len(np.unique(first[:, 0])) == 3
-
-
-def test_training_with_envpool(script, tmp_path):
-    sizes = {"num_envs": 8, "total_timesteps": 8 * 1100, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1}
-    script.train(script.Args(env_backend="envpool", run_dir=str(tmp_path), **sizes))
-    assert scalars(next(tmp_path.iterdir()), "charts/episodic_length") == 8 * [1000]
-
-
-def test_the_policy_normalises_and_clips_as_the_learner_does(script):
-    """Its statistics are the learner's, and stay: whatever --num-envs and --num-steps the run had."""
+def test_the_policy_normalizes_and_clips_as_the_learner_does(script):
+    """Its statistics are the learner's, and stay, whatever the learner does."""
     learner = make_learner(script, env_id="Unequal-v0", num_envs=3)
     roll_out([learner])
     learner.update(1e-2)
-    envs = script.make_envs(learner.args, 1)
-    policy = script.make_policy(envs, saved(learner))
+    policy = learner.policy()
     obs = np.random.default_rng(0).standard_normal((50, 2)).astype(np.float32) * 20
     scaled = torch.from_numpy(learner.normalizer.scale_obs(obs))
-    mean, _, _ = learner.agent(scaled) if script is PLAIN else learner.agent(learner.weights, scaled)
-    with torch.no_grad():
-        actions = policy(torch.from_numpy(obs))
-        torch.testing.assert_close(actions, mean.clamp(torch.tensor(learner.low), torch.tensor(learner.high)))
-        torch.testing.assert_close(policy(torch.from_numpy(obs)), actions, rtol=0, atol=0)
+    mean, _, _ = learner.agent(scaled)
+    actions = policy(torch.from_numpy(obs)).detach()
+    torch.testing.assert_close(actions, mean.clamp(torch.tensor(learner.low), torch.tensor(learner.high)).detach())
+    roll_out([learner], seed=1)
+    learner.update(1e-2)
+    assert torch.equal(policy(torch.from_numpy(obs)), actions)
     assert (actions[:, 1] == -8).all() and actions[:, 0].std() > 0
 
 
-def test_evaluation_and_export_agree(script, tmp_path, capsys):
-    """A run's checkpoint is played, and its policy.pt2 acts as the policy of that checkpoint."""
-    sizes = {"num_envs": 3, "num_steps": 40, "num_minibatches": 4, "total_timesteps": 480}
-    script.train(script.Args(env_id="Pendulum-v1", run_dir=str(tmp_path), **sizes))
+def test_the_exported_policy_is_the_checkpoints(script, tmp_path):
+    sizes = {"num_envs": 3, "num_steps": 40, "num_minibatches": 4, "total_timesteps": 480, "env_id": "Pendulum-v1"}
+    script.train(script.Args(run_dir=str(tmp_path), **sizes))
     folder = next(tmp_path.iterdir())
-    script.evaluate(script.Args(env_id="Pendulum-v1", evaluate=str(folder), eval_episodes=2))
-    assert "2 episodes: mean return" in capsys.readouterr().out
-    learner = torch.load(folder / "checkpoint.pt", weights_only=True)["learner"]
-    policy = script.make_policy(script.make_envs(script.Args(env_id="Pendulum-v1"), 1), learner)
+    learner = make_learner(script, seed=2, **sizes)
+    learner.load_state_dict(torch.load(folder / "checkpoint.pt", weights_only=True)["learner"])
     exported = torch.export.load(folder / "policy.pt2").module()
     for batch in (1, 7):
         obs = torch.randn(batch, 3)
         with torch.no_grad():
-            torch.testing.assert_close(exported(obs), policy(obs))
+            torch.testing.assert_close(exported(obs), learner.policy()(obs))
 
 
-def rewards_of_nan(script, args):
-    envs = script.make_envs(args, args.num_envs)
-    return gym.wrappers.vector.TransformReward(envs, lambda rewards: rewards * np.nan)
+def test_a_run_stops_where_a_loss_is_not_finite(script, tmp_path, monkeypatch):
+    own_step = conftest.Countdown.step
 
+    def step(self, action):
+        obs, _, *rest = own_step(self, action)
+        return obs, np.nan, *rest
 
-def test_a_run_stops_where_a_loss_is_not_finite(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(script, "EnvPool", lambda args, seed: rewards_of_nan(script, args))
-    sizes = {"total_timesteps": 400, "num_steps": 50, "num_minibatches": 2}
+    monkeypatch.setattr(conftest.Countdown, "step", step)
+    sizes = {"env_id": "Truncates-v0", "total_timesteps": 400, "num_steps": 50, "num_minibatches": 2}
     with pytest.raises(SystemExit) as stopped:
-        script.train(script.Args(env_backend="envpool", run_dir=str(tmp_path), **sizes))
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert stopped.value.code == 1 and "error: step 50: " in error and "policy_loss is nan" in error
+        script.train(script.Args(run_dir=str(tmp_path), **sizes))
+    assert stopped.value.code.startswith("error: step 50: policy_loss is nan; the environment returned a NaN; ")
+
+
+def test_an_explained_variance_of_nan_ends_no_run(script, tmp_path):
+    """A single return has no variance to be explained."""
+    sizes = {"env_id": "Pendulum-v1", "total_timesteps": 2, "num_steps": 1, "num_minibatches": 1, "norm_adv": False}
+    script.train(script.Args(run_dir=str(tmp_path), **sizes))
+    assert np.isnan(scalars(next(tmp_path.iterdir()), "losses/explained_variance")).all()
+
+
+def test_sizes(script, tmp_path, capsys):
+    """Minibatches that do not divide and rollouts that no memory holds are refused, an overlong iteration is noted."""
+    args = script.Args(env_id="Pendulum-v1", run_dir=str(tmp_path), total_timesteps=100)
+    wrong = [("num_minibatches", 30), ("num_minibatches", 2048), ("num_steps", 10**12 - 10**12 % 32)]
+    for name, value in wrong:
+        with pytest.raises(SystemExit) as error:
+            script.train(script.Args(**vars(args) | {name: value}))
+        assert error.value.code == 2 and not list(tmp_path.iterdir())
+        assert f"error: --{name.replace('_', '-')} {value}: give " in capsys.readouterr().err
+    for num_steps, noted in ((128, True), (96, False)):
+        script.train(script.Args(**vars(args) | {"num_steps": num_steps, "update_epochs": 1}))
+        note = "note: one iteration takes 128 steps, more than --total-timesteps 100"
+        assert (note in capsys.readouterr().err) == noted
 
 
 def test_ppo_balances_the_inverted_pendulum(script, tmp_path):
@@ -556,7 +533,7 @@ def test_replays_shuffle_afresh(mode):
         for name, tensor in leaves(learner.tensors()):
             tensor.copy_(before[name])
         learner.update(1e-3)
-        results.add(learner.weights.double().sum().item())
+        results.add(learner.agent.weights.double().sum().item())
     assert len(results) == 5
 
 
@@ -565,10 +542,10 @@ def test_replays_shuffle_afresh(mode):
 def test_the_host_acts_with_the_newest_parameters(mode):
     learner = train_on_cuda(5, **MODES[mode])
     obs = torch.randn(4, 3)
-    mean, log_std, _ = learner.agent(learner.weights, obs.cuda())
+    mean, log_std, _ = learner.agent(obs.cuda())
     np.testing.assert_allclose(learner.mean_actions(obs.numpy()), mean.cpu().numpy(), rtol=1e-4, atol=1e-5)
     assert torch.equal(learner.host_agent(obs)[1], log_std.cpu())
-    assert torch.equal(learner.host_weights, learner.weights.cpu())
+    assert torch.equal(learner.host_agent.weights, learner.agent.weights.cpu())
 
 
 @pytest.mark.gpu
@@ -583,7 +560,7 @@ def test_a_checkpoint_continues_in_captured_graphs(mode):
         learner.normalizer.rows[:] = 0
         roll_out([learner], seed=7)
         learner.update(1e-3)
-        results.append(learner.weights.clone())
+        results.append(learner.agent.weights.clone())
     assert torch.allclose(*results, rtol=1e-4, atol=1e-5)
     assert not torch.equal(networks(learner)["agent"]["log_std"].cpu(), state["networks"]["agent"]["log_std"])
 

@@ -70,7 +70,7 @@ def test_catch_is_learned(script, tmp_path, monkeypatch):
     assert returns[:50].mean() < -0.6
     assert returns[-100:].mean() > 0.8
     policy = torch.export.load(folder / "policy.pt2").module()
-    _, per_ball = play(PLAIN, lambda obs: policy(torch.from_numpy(obs)).numpy())
+    _, per_ball = play(script, lambda obs: policy(torch.from_numpy(obs)).numpy())
     assert per_ball > 0.8
 
 

@@ -15,19 +15,21 @@ from conftest import (
     assert_same_state,
     make_learner,
     saved,
+    stem,
     stored_rows,
+    train,
     transitions,
 )
 
 LEARNERS = ("sac", "td3")
 
 
-@pytest.fixture(params=[scripts[name] for name in LEARNERS for scripts in (PLAIN, TURBO)], ids=lambda s: s.SCRIPT)
+@pytest.fixture(params=[scripts[name] for name in LEARNERS for scripts in (PLAIN, TURBO)], ids=stem)
 def script(request):
     return request.param
 
 
-@pytest.fixture(params=[TURBO[name] for name in LEARNERS], ids=lambda s: s.SCRIPT)
+@pytest.fixture(params=[TURBO[name] for name in LEARNERS], ids=stem)
 def turbo(request):
     return request.param
 
@@ -67,10 +69,8 @@ def test_transitions_keep_the_true_last_observation_and_tell_terminal_from_trunc
 ):
     script, env_id, seen = scripts[name], f"Discrete{env_id}" if name == "dqn" else env_id, []
     sizes = {"num_envs": 2, "total_timesteps": 400, "learning_starts": 300, "batch_size": 8, "buffer_size": 500}
-    script.train(
-        script.Args(env_id=env_id, run_dir=str(tmp_path), **sizes),
-        on_log=lambda learner, losses, step: seen.append(stored_rows(learner)),
-    )
+    args = script.Args(env_id=env_id, run_dir=str(tmp_path), **sizes)
+    train(script, args, on_log=lambda learner, losses, step: seen.append(stored_rows(learner)))
     obs, next_obs, terminated = seen[-1]
     assert len(obs) == 400
     assert (next_obs[:, 0] == obs[:, 0] + 1).all() and (next_obs[:, 1] == obs[:, 1]).all()
@@ -112,18 +112,16 @@ def test_actions_are_the_environments_to_keep(turbo):
     assert not np.array_equal(learner.next_actions(), kept) and np.array_equal(first, kept)
 
 
-def test_stage_counts_the_updates_of_this_process(turbo):
-    """A restored learner has to compile again, and says so, however many updates it has behind it."""
+def test_warm_up_counts_the_updates_of_this_process(turbo):
+    """A restored learner has to compile again, however many updates it has behind it."""
     learner = make_learner(turbo)
-    assert learner.stage == "warming up" and learner.warmup_updates == 3 * 2
-    for _ in range(learner.warmup_updates):
+    assert learner.warmup_updates == 3 * 2
+    for _ in range(4):
         learner.observe(**transitions(learner, np.random.default_rng(0)))
         learner.update()
-    assert learner.stage == "training"
     restored = make_learner(turbo)
-    restored.compile = True
     restored.load_state_dict(learner.state_dict())
-    assert restored.stage == "compiling" and restored.updates == learner.updates
+    assert restored.updates == 4 and restored.warmup_updates == 4 + 3 * 2
 
 
 def test_compiled_functions_have_one_graph_and_do_not_recompile(turbo):

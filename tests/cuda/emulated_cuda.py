@@ -520,7 +520,7 @@ def launch(operator, args, kwargs, kind, random_numbers):
 
 
 def allocate(meta):
-    """A tensor of this form on the device, not initialised."""
+    """A tensor of this form on the device, not initialized."""
     memory = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
     poison(memory)
     return DeviceTensor(memory)

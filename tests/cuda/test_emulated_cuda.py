@@ -98,7 +98,7 @@ class TestOneStream:
             pass
         assert x.memory.item() == 1
 
-    def test_uninitialised_memory_is_nan(self, device):
+    def test_uninitialized_memory_is_nan(self, device):
         assert torch.empty(3, device="cuda").isnan().all()
         assert torch.empty_like(ones(3)).isnan().all()
         assert (ones(3).new_empty(2, dtype=torch.int64) != 0).all()

@@ -29,13 +29,13 @@ def untouched(tmp_path_factory):
     """What each script learns in a short run."""
     known = {}
 
-    def learnt(algo):
+    def learned(algo):
         if algo not in known:
             path = ablation.write_copy(algo, None, tmp_path_factory.mktemp(algo))
-            known[algo] = ablation.learnt(path, algo, "eager")
+            known[algo] = ablation.learned(path, algo, "eager")
         return known[algo]
 
-    return learnt
+    return learned
 
 
 def names(cases):

@@ -1,4 +1,4 @@
-"""doc/common_errors.md: each example shows its error, what is mended does not, and the page shows the examples."""
+"""doc/common_errors.md: each example shows its error, what is fixed does not, and the page shows the examples."""
 
 import difflib
 import importlib.util
@@ -25,9 +25,9 @@ def body(function):
 
 
 def difference(name):
-    """What the page shows of an example: its broken function, with the lines that mend it."""
+    """What the page shows of an example: its broken function, with the lines that fix it."""
     example = run.load(name)
-    lines = difflib.ndiff(body(example.broken), body(example.mended))
+    lines = difflib.ndiff(body(example.broken), body(example.fixed))
     return "".join(line for line in lines if not line.startswith("?"))
 
 
@@ -39,10 +39,10 @@ def test_an_error_shows_and_its_remedy_removes_it(name):
             kind, text = example.ERROR
             with pytest.raises(kind, match=text):
                 example.broken()
-            example.mended()
+            example.fixed()
         else:
             assert not example.is_right(example.broken())
-            assert example.is_right(example.mended())
+            assert example.is_right(example.fixed())
 
 
 @pytest.mark.parametrize("name", run.names())

@@ -1,4 +1,4 @@
-"""The examples of doc/graph_breaks.md: what breaks, what is compiled again, what waits, and that mended ones do not.
+"""The examples of doc/graph_breaks.md: what breaks, what is compiled again, what waits, and that fixed ones do not.
 
 Where a change is meant: `python doc/examples/graph_breaks/table.py --write`, and look at the diff.
 """
@@ -20,12 +20,12 @@ sys.path.append(str(FOLDER))
 import table  # noqa: E402
 
 DATA = json.loads(table.DATA.read_text())
-SIMPLIFIED = {"broken": "sac_atari_breaks_simplified.py", "mended": "sac_atari_mended_simplified.py"}
-FULL = {"broken": "sac_atari_breaks_full.py", "mended": "sac_atari_mended_full.py"}
+SIMPLIFIED = {"broken": "sac_atari_breaks_simplified.py", "fixed": "sac_atari_fixed_simplified.py"}
+FULL = {"broken": "sac_atari_breaks_full.py", "fixed": "sac_atari_fixed_full.py"}
 NO_LONGER_BREAK = {"sample", "return_alpha"}  # which the study of 2023 counted
 COUNTED = ("graphs", "breaks", "recompilations")
 
-each_example = pytest.mark.parametrize("name", ["broken", "mended"])
+each_example = pytest.mark.parametrize("name", ["broken", "fixed"])
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def same_torch():
 
 def counts_printed(name, capsys):
     """Run a simplified example as a program; what it prints, counts by function."""
-    with table.tracing("broken"):  # restores what the mended example sets
+    with table.tracing("broken"):  # restores what the fixed example sets
         runpy.run_path(str(FOLDER / SIMPLIFIED[name]), run_name="__main__")
     lines = re.findall(r"^(\w+): (graphs .*)$", capsys.readouterr().out, re.MULTILINE)
     return {function: {part.split()[0]: int(part.split()[1]) for part in text.split(", ")} for function, text in lines}
@@ -70,7 +70,7 @@ def test_sync_debug_mode_refuses_the_broken_form_alone(function):
         with emulated_cuda():
             agent, batch = example.Agent("cuda"), example.make_batch("cuda")
             torch.cuda.set_sync_debug_mode("error")
-            if name == "mended":
+            if name == "fixed":
                 getattr(example, function)(agent, batch)
             else:
                 with pytest.raises(RuntimeError, match="synchronizing"):
@@ -78,11 +78,11 @@ def test_sync_debug_mode_refuses_the_broken_form_alone(function):
 
 
 def agents():
-    """A broken and a mended agent with the same networks."""
-    broken, mended = (example.Agent() for example in table.examples().values())
+    """A broken and a fixed agent with the same networks."""
+    broken, fixed = (example.Agent() for example in table.examples().values())
     for part in ("actor", "critics", "target_critics"):
-        getattr(mended, part).load_state_dict(getattr(broken, part).state_dict())
-    return broken, mended
+        getattr(fixed, part).load_state_dict(getattr(broken, part).state_dict())
+    return broken, fixed
 
 
 def state(agent):
@@ -91,42 +91,42 @@ def state(agent):
     return torch.cat([*modules, agent.log_alpha]).detach()
 
 
-def test_mended_updates_are_the_broken_ones():
-    broken, mended = agents()
+def test_fixed_updates_are_the_broken_ones():
+    broken, fixed = agents()
     first = state(broken)
     for _ in range(20):
         batch = table.broken.make_batch()
         for function in table.broken.UPDATES:
-            for agent, example in zip((broken, mended), table.examples().values(), strict=True):
+            for agent, example in zip((broken, fixed), table.examples().values(), strict=True):
                 result = getattr(example, function.__name__)(agent, batch)
                 assert example is table.broken or not result.requires_grad
     moved = (state(broken) - first).norm()
-    assert (state(mended) - state(broken)).norm() < 1e-3 * moved
+    assert (state(fixed) - state(broken)).norm() < 1e-3 * moved
 
 
 @pytest.mark.parametrize("function", ["branch", "log", "mask", "item", "validate", "temperature", "count"])
-def test_a_mended_habit_computes_the_same(function):
-    broken, mended = agents()
-    example = table.examples()["mended"]
+def test_a_fixed_habit_computes_the_same(function):
+    broken, fixed = agents()
+    example = table.examples()["fixed"]
     batch = example.make_batch()
     for scale in (1, 10):  # of the second batch the loss is larger than the branch's limit
         scaled = batch._replace(rewards=batch.rewards * scale)
         wanted = getattr(table.broken, function)(broken, scaled)
-        torch.testing.assert_close(getattr(example, function)(mended, scaled), wanted)
+        torch.testing.assert_close(getattr(example, function)(fixed, scaled), wanted)
 
 
 def distance(tensors):
     return sum((tensor - 1).square().sum() for tensor in tensors)
 
 
-def test_mended_adam_is_torchs():
-    example = table.examples()["mended"]
+def test_fixed_adam_is_torchs():
+    example = table.examples()["fixed"]
     parameters = [torch.randn(3, 2, requires_grad=True), torch.randn(2, requires_grad=True)]
     copies = deepcopy(parameters)
-    mended = example.Adam(parameters, lr=1e-2)
+    fixed = example.Adam(parameters, lr=1e-2)
     wanted = torch.optim.Adam(copies, lr=1e-2, eps=1e-4)
     for _ in range(30):
-        mended.minimize(distance(parameters))
+        fixed.minimize(distance(parameters))
         wanted.zero_grad()
         distance(copies).backward()
         wanted.step()
@@ -145,12 +145,12 @@ def test_the_whole_script(name):
     assert broken or counts["graphs"] == 2  # acting and the update
 
 
-def test_the_mended_script_learns_the_same():
-    broken, mended = (table.run_script(name, 10, compile=False) for name in FULL)
+def test_the_fixed_script_learns_the_same():
+    broken, fixed = (table.run_script(name, 10, compile=False) for name in FULL)
     untrained = table.run_script("broken", 0, compile=False)
     moved = (state(broken) - state(untrained)).norm()
-    assert (state(mended) - state(broken)).norm() < 1e-2 * moved
-    assert mended.log_alpha.item() == pytest.approx(broken.log_alpha.item(), rel=1e-4)
+    assert (state(fixed) - state(broken)).norm() < 1e-2 * moved
+    assert fixed.log_alpha.item() == pytest.approx(broken.log_alpha.item(), rel=1e-4)
 
 
 def test_page_has_the_figures_of_the_file():

@@ -1,4 +1,4 @@
-"""On a CPU the memory of freed tensors is kept for the next ones, and Linux need not clear it again.
+"""On a CPU the memory of freed tensors is reused for the next ones, and Linux need not clear it again.
 
 That is a setting of a process: each way has a process of its own, to which the calls are sent.
 """

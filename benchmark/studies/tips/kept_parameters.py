@@ -1,4 +1,4 @@
-"""What a loop needs in each turn is looked up once: here the parameters, for which `parameters()` searches."""
+"""What a loop needs in each iteration is looked up once: here the parameters, for which `parameters()` searches."""
 
 import torch
 from torch import nn

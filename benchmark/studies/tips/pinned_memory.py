@@ -1,4 +1,4 @@
-"""What crosses to the device in each step lies in pinned memory that is kept, and the copy does not wait."""
+"""What crosses to the device in each step is in pinned memory that is reused, and the copy does not wait."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""No `eval()` and `train()` around each action of a network without dropout and batch normalisation."""
+"""No `eval()` and `train()` around each action of a network without dropout and batch normalization."""
 
 import torch
 from torch import nn

@@ -19,7 +19,7 @@ def broken():
     return critic.weight.grad
 
 
-def mended():
+def fixed():
     actor, critic, obs, actions, returns = setting()
     with torch.no_grad():
         advantages = returns - critic(obs).squeeze(-1)

@@ -22,7 +22,7 @@ def broken():
     return actor.weight.grad
 
 
-def mended():
+def fixed():
     actor, obs, actions, advantages = setting()
     with torch.no_grad():
         old_log_prob = Categorical(logits=actor(obs)).log_prob(actions)

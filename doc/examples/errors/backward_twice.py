@@ -1,4 +1,4 @@
-"""The values of a rollout are learnt from in two epochs, through the graph that the rollout has left."""
+"""The values of a rollout are learned from in two epochs, through the graph that the rollout has left."""
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ def broken():
         optimizer.step()
 
 
-def mended():
+def fixed():
     critic, optimizer, obs, returns = setting()
     for _ in range(2):
         values = critic(obs).squeeze(-1)  # with the weights of now

@@ -24,7 +24,7 @@ def broken():
     actor_optimizer.step()
 
 
-def mended():
+def fixed():
     actor, critic, actor_optimizer, critic_optimizer, obs, actions, target = setting()
     critic_loss = (critic(torch.cat((obs, actions), -1)) - target).square().mean()
     critic_loss.backward()

@@ -28,7 +28,7 @@ def broken():
     return weight.item()
 
 
-def mended():
+def fixed():
     weight = torch.zeros((), device="cuda")
     learning_rate = torch.tensor(1.0, device="cuda")
     graph = capture(lambda: weight.add_(learning_rate))

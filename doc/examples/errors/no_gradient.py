@@ -24,7 +24,7 @@ def broken():
     return actor.weight.grad
 
 
-def mended():
+def fixed():
     actor, critic, obs, actions, _, advantages, returns = setting()
     log_prob = Categorical(logits=actor(obs)).log_prob(actions)
     value_loss = (critic(obs).squeeze(-1) - returns).square().mean()

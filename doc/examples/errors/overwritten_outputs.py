@@ -32,7 +32,7 @@ def broken():
     return torch.stack(values).tolist()
 
 
-def mended():
+def fixed():
     square = graphed(torch.square, torch.zeros((), device="cuda"))
     values = [square(torch.tensor(float(t), device="cuda")).clone() for t in range(3)]
     return torch.stack(values).tolist()

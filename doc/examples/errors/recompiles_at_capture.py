@@ -26,7 +26,7 @@ def broken():
     return len(graphs) - before
 
 
-def mended():
+def fixed():
     torch._dynamo.reset()
     update, graphs = compiled(lambda x: (x * 2).sum())
     for _ in range(3):

@@ -25,7 +25,7 @@ def broken():
     return rollout(lambda ended: np.ones(2, bool))
 
 
-def mended():
+def fixed():
     return rollout(lambda ended: ~ended)  # the row after an end has no action: it leads from one episode into the next
 
 

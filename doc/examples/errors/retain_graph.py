@@ -24,7 +24,7 @@ def broken():
     return losses
 
 
-def mended():
+def fixed():
     critic, optimizer, obs, returns = setting()
     losses = []
     for _ in range(5):

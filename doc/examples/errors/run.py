@@ -1,4 +1,4 @@
-"""Run an example of doc/common_errors.md: what is broken, then what is mended.
+"""Run an example of doc/common_errors.md: what is broken, then what is fixed.
 
     python doc/examples/errors/run.py backward_twice
 
@@ -40,7 +40,7 @@ def main(name):
     example = load(name)
     print(example.__doc__)
     with device_for(example):
-        print("mended:", example.mended())
+        print("fixed:", example.fixed())
         print("broken:", example.broken())
 
 

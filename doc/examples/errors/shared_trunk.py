@@ -1,4 +1,4 @@
-"""Actor and critic share a trunk, and each steps it with an optimiser of its own."""
+"""Actor and critic share a trunk, and each steps it with an optimizer of its own."""
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ def broken():
     value_optimizer.step()
 
 
-def mended():
+def fixed():
     trunk, policy_head, value_head, obs, returns = setting()
     networks = nn.ModuleList([trunk, policy_head, value_head])
     optimizer = torch.optim.Adam(networks.parameters())

@@ -28,7 +28,7 @@ def broken():
             os.environ["OMP_NUM_THREADS"] = given
 
 
-def mended():
+def fixed():
     return threads_of_all(initializer=one_each)  # or OMP_NUM_THREADS=1 in the environment, before torch is imported
 
 

@@ -8,7 +8,7 @@ TRUE_VALUE = 1 / (1 - GAMMA)
 
 
 class Forever(gym.Env):
-    """Pays 1 in each step, for ever; nothing is to be seen."""
+    """Pays 1 in each step, forever; nothing is to be seen."""
 
     observation_space = gym.spaces.Box(-1, 1, (1,))
     action_space = gym.spaces.Discrete(2)
@@ -35,11 +35,11 @@ def value(is_the_end):
 
 
 def broken():
-    """The value that is learnt; in truth it is 10."""
+    """The value that is learned; in truth it is 10."""
     return value(lambda terminated, truncated: terminated or truncated)
 
 
-def mended():
+def fixed():
     return value(lambda terminated, truncated: terminated)
 
 

@@ -14,7 +14,7 @@ def broken():
     return [queue.get().item() for _ in range(3)]  # here; in another process it is the same
 
 
-def mended():
+def fixed():
     queue = get_context("spawn").SimpleQueue()
     rewards = torch.zeros(4)
     for t in range(3):

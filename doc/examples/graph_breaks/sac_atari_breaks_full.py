@@ -1,6 +1,6 @@
 """SAC for discrete actions (Christodoulou 2019, arXiv:1910.07207) on Atari, with habits that break the graph.
 
-The whole training script. sac_atari_mended_full.py is the same, mended: `SAC` differs, and how `train` calls it.
+The whole training script. sac_atari_fixed_full.py is the same, fixed: `SAC` differs, and how `train` calls it.
 Hyper-parameters are those of CleanRL's sac_atari.py, save for a short run with a small replay buffer.
 
     python doc/examples/graph_breaks/sac_atari_breaks_full.py --env-id Breakout-v5
@@ -37,7 +37,7 @@ class Args:
     target_network_frequency: int = 8_000
     """environment steps between two copies of the critics to the target critics"""
     learning_rate: float = 3e-4
-    """learning rate of all optimisers"""
+    """learning rate of all optimizers"""
     gamma: float = 0.99
     """discount factor"""
     target_entropy_scale: float = 0.89

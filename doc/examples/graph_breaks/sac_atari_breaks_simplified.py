@@ -1,6 +1,6 @@
 """SAC for discrete actions (Christodoulou 2019, arXiv:1910.07207) with the habits that break torch.compile's graph.
 
-First the three updates as people write them, then each habit by itself. sac_atari_mended_simplified.py has a function
+First the three updates as people write them, then each habit by itself. sac_atari_fixed_simplified.py has a function
 of the same name for each. Hyper-parameters are those of CleanRL's sac_atari.py; networks are small and read vectors, so
 that what a break costs is not lost among convolutions.
 
@@ -43,7 +43,7 @@ def make_network():
 
 
 class Agent:
-    """The networks, the temperature alpha and their optimisers."""
+    """The networks, the temperature alpha and their optimizers."""
 
     def __init__(self, device="cpu"):
         self.actor = make_network().to(device)

@@ -49,7 +49,7 @@ STUDY = {
     "zero_grad": "breaks",
     "return_alpha": "breaks",
 }
-MENDS = {
+FIXES = {
     "update_critics": "all of the below",
     "update_actor": "all of the below",
     "update_temperature": "all of the below",
@@ -71,12 +71,12 @@ MENDS = {
 
 def examples():
     """The simplified examples by name."""
-    return {"broken": broken, "mended": importlib.import_module("sac_atari_mended_simplified")}
+    return {"broken": broken, "fixed": importlib.import_module("sac_atari_fixed_simplified")}
 
 
 def tracing(name):
     """The setting of Dynamo with which the example `name` is compiled."""
-    return torch._dynamo.config.patch(trace_autograd_ops=name == "mended")
+    return torch._dynamo.config.patch(trace_autograd_ops=name == "fixed")
 
 
 def count(name, function):
@@ -87,7 +87,7 @@ def count(name, function):
     torch.manual_seed(0)
     with tracing(name):
         counts, reasons = measure.measure(
-            function, example.Agent, example.make_batch(), before_call, fullgraph=name == "mended"
+            function, example.Agent, example.make_batch(), before_call, fullgraph=name == "fixed"
         )
     return counts | {"reasons": portable(reasons)}
 
@@ -98,7 +98,7 @@ def portable(reasons):
 
 
 def count_of_2023(function):
-    """What `count` counts, with torch 2.0.1 and without the mended example, which that version cannot run."""
+    """What `count` counts, with torch 2.0.1 and without the fixed example, which that version cannot run."""
     function = getattr(broken, function)
     before_call = broken.BEFORE_CALLS.get(function, measure.nothing)
     counts, reasons = measure.measure(function, broken.Agent, broken.make_batch(), before_call)
@@ -119,7 +119,7 @@ def count_waits(name, function):
     with emulated_device() as device, validation, contextlib.redirect_stdout(io.StringIO()):
         agent = example.Agent("cuda")
         batch = example.make_batch("cuda")
-        for call in range(2):  # optimisers make their state in the first one
+        for call in range(2):  # optimizers make their state in the first one
             example.BEFORE_CALLS.get(function, measure.nothing)(agent, call)
             before = device.counts["waits"]
             function(agent, batch)
@@ -201,7 +201,7 @@ def time_function(function):
 
 
 def compiled_call(name, example, function):
-    compiled = torch.compile(function, fullgraph=name == "mended")
+    compiled = torch.compile(function, fullgraph=name == "fixed")
     before_call = example.BEFORE_CALLS.get(function, measure.nothing)
     agent = example.Agent()
     batch = example.make_batch()
@@ -281,7 +281,7 @@ def result(counts):
 
 
 def pair(values, unit):
-    """What the broken form costs and what the mended one costs, three digits each, and their ratio."""
+    """What the broken form costs and what the fixed one costs, three digits each, and their ratio."""
     before, after = values
     return f"{short(before)} and {short(after)} {unit} ({before / after:.2g}x)"
 
@@ -298,14 +298,14 @@ def cost(times):
 def row(data, function):
     both = data["simplified"][function]
     cells = [f"`{function}`", STUDY.get(function, ""), result(data["of_2023"][function]), result(both["broken"])]
-    cells += [result(both["mended"]), f"{both['broken']['waits']} and {both['mended']['waits']}", MENDS[function]]
+    cells += [result(both["fixed"]), f"{both['broken']['waits']} and {both['fixed']['waits']}", FIXES[function]]
     cells.append(cost(data["times"]["simplified"][function]))
     return f"| {' | '.join(cells)} |"
 
 
 def table(data):
     """The table of all functions of the simplified examples."""
-    head = f"| | the study | torch 2.0.1 | torch {data['torch']} | mended | waits | mend "
+    head = f"| | the study | torch 2.0.1 | torch {data['torch']} | fixed | waits | fix "
     head += f"| a later call; the first {measure.CALLS} calls |"
     lines = [head, f"|{'---|' * (head.count('|') - 1)}", *(row(data, function) for function in FUNCTIONS)]
     machine_line = f"Times: {data['times']['machine']}."
@@ -314,9 +314,9 @@ def table(data):
 
 def full_table(data):
     """The table of the whole scripts."""
-    broken_counts, mended_counts = data["full"]["broken"], data["full"]["mended"]
+    broken_counts, fixed_counts = data["full"]["broken"], data["full"]["fixed"]
     times = data["times"]["full"]
-    lines = ["| | `sac_atari_breaks_full.py` | `sac_atari_mended_full.py` |", "|---|---|---|"]
+    lines = ["| | `sac_atari_breaks_full.py` | `sac_atari_fixed_full.py` |", "|---|---|---|"]
     titles = {
         "graphs": "graphs for the first action and the first update",
         "breaks": "of them ended by a break",
@@ -324,15 +324,15 @@ def full_table(data):
         "waits": "waits per update and its four environment steps, not compiled",
     }
     for name, title in titles.items():
-        lines.append(f"| {title} | {broken_counts[name]:g} | {mended_counts[name]:g} |")
+        lines.append(f"| {title} | {broken_counts[name]:g} | {fixed_counts[name]:g} |")
     for name, title in {"first": f"first {measure.CALLS} updates, s", "later": "a later update, ms"}.items():
         before, after = (value / (1000 if name == "later" else 1) for value in times[name])
         lines.append(f"| {title} | {short(before)} | {short(after)} |")
     return "\n".join(lines)
 
 
-def mend(data, function):
-    """What explain reports for the broken form, and the mend as a diff."""
+def fix(data, function):
+    """What explain reports for the broken form, and the fix as a diff."""
     versions = {data["torch"]: data["simplified"][function]["broken"]}
     if function in STUDY:
         versions = {"2.0.1": data["of_2023"][function]} | versions
@@ -351,12 +351,12 @@ def mend(data, function):
 
 
 def with_figures(page, data):
-    """`page` with all that stands between its markers written anew from `data`."""
+    """`page` with what is between its markers written anew from `data`."""
     texts = {"table": table, "full": full_table}
 
     def write(match):
         name = match[1]
-        text = texts[name](data) if name in texts else mend(data, name)
+        text = texts[name](data) if name in texts else fix(data, name)
         return f"<!-- table.py writes {name} -->\n\n{text}\n\n<!-- end -->"
 
     return re.sub(r"<!-- table.py writes (\w+) -->\n.*?<!-- end -->", write, page, flags=re.DOTALL)

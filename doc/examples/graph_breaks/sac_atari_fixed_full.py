@@ -1,8 +1,8 @@
 """SAC for discrete actions (Christodoulou 2019, arXiv:1910.07207) on Atari, whose update is one graph, compiled once.
 
-The whole training script: sac_atari_breaks_full.py, mended. `Adam` is new, `SAC` differs, and how `train` calls it.
+The whole training script: sac_atari_breaks_full.py, fixed. `Adam` is new, `SAC` differs, and how `train` calls it.
 
-    python doc/examples/graph_breaks/sac_atari_mended_full.py --env-id Breakout-v5
+    python doc/examples/graph_breaks/sac_atari_fixed_full.py --env-id Breakout-v5
 """
 
 from copy import deepcopy
@@ -35,7 +35,7 @@ class Args:
     target_network_frequency: int = 8_000
     """environment steps between two copies of the critics to the target critics"""
     learning_rate: float = 3e-4
-    """learning rate of all optimisers"""
+    """learning rate of all optimizers"""
     gamma: float = 0.99
     """discount factor"""
     target_entropy_scale: float = 0.89

@@ -1,9 +1,9 @@
-"""The functions of sac_atari_breaks_simplified.py, mended: each is one graph, and is compiled once.
+"""The functions of sac_atari_breaks_simplified.py, fixed: each is one graph, and is compiled once.
 
 What changes between calls is a tensor, what the host wants to know is returned, and what follows from the action
 probabilities is summed over them, not sampled.
 
-    python doc/examples/graph_breaks/sac_atari_mended_simplified.py
+    python doc/examples/graph_breaks/sac_atari_fixed_simplified.py
 """
 
 from copy import deepcopy
@@ -75,7 +75,7 @@ class Adam:
 
 
 class Agent:
-    """The networks, the temperature alpha and their optimisers."""
+    """The networks, the temperature alpha and their optimizers."""
 
     def __init__(self, device="cpu"):
         self.actor = make_network().to(device)
