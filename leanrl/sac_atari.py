@@ -774,7 +774,7 @@ class Run:
         """End the run with exit code 1 and a line that names the cause."""
         cause = "a lower learning rate may help"
         if has_nan([state.get("replay"), state.get("normalizer")]):
-            cause = "the environment returned a NaN"
+            cause = "the environment returned a NaN, unless a diverged policy sent it one"
         kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
         raise SystemExit(f"error: step {self.step}: {what}; {cause}; {kept}")
 

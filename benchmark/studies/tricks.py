@@ -95,7 +95,7 @@ NO_MODULE_GUARDS = Trick(
     "compiled",
     "compiled code without guards on modules, not with them",
     COMPILED,
-    (('    options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe\n', ""),),
+    (('    options["guard_filter_fn"] = needed_guards\n', ""),),
 )
 BATCHED_CRITICS = Trick(
     "batched_critics",
@@ -158,15 +158,15 @@ SAC = (
         (
             (
                 """\
-        q = self.critics(obs, actions).amin(0)
-        actor_loss = (alpha * log_prob - q).mean()
-        (gradient,) = torch.autograd.grad(actor_loss, weights)
+            q = self.critics(obs, actions).amin(0)
+            actor_loss = (alpha * log_prob - q).mean()
+            (gradient,) = torch.autograd.grad(actor_loss, weights)
 """,
                 """\
-        critic_weights = self.critics.weights.detach().requires_grad_()
-        q = self.critics(obs, actions, weights=critic_weights).amin(0)
-        actor_loss = (alpha * log_prob - q).mean()
-        gradient, _ = torch.autograd.grad(actor_loss, (weights, critic_weights))
+            critic_weights = self.critics.weights.detach().requires_grad_()
+            q = self.critics(obs, actions, weights=critic_weights).amin(0)
+            actor_loss = (alpha * log_prob - q).mean()
+            gradient, _ = torch.autograd.grad(actor_loss, (weights, critic_weights))
 """,
             ),
         ),
@@ -242,7 +242,7 @@ TD3 = (
         (
             ("def update_critics(self, uniform, noise):", "def update_critics(self, batch, noise):"),
             ("        batch = self.replay.sample(uniform)\n", ""),
-            ("self.update_critics(uniform, noise)\n", "self.update_critics(self.replay.sample(uniform), noise)\n"),
+            ("self.update_critics(self.uniform(), ", "self.update_critics(self.replay.sample(self.uniform()), "),
         ),
     ),
     compiled_acting("TD3.store_and_act"),
@@ -337,10 +337,10 @@ DQN = (
             ("def store_and_update(self, uniform):", "def store_and_update(self, batch):"),
             ("        self.store_block()\n        batch = self.replay.sample(uniform)\n", ""),
             (
-                "        self.scalars.store(**self.store_and_update(uniform))\n",
+                "        self.scalars.store(**self.store_and_update(self.uniform()))\n",
                 """\
         self.store_block()
-        self.scalars.store(**self.store_and_update(self.replay.sample(uniform)))
+        self.scalars.store(**self.store_and_update(self.replay.sample(self.uniform())))
 """,
             ),
         ),
