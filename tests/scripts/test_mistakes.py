@@ -24,7 +24,7 @@ class RunningMean(nn.Module):
         self.register_buffer("mean", torch.zeros(width))
 
     def forward(self, x):
-        self.mean.lerp_(x.detach().mean(0), 0.1)
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
         return x - self.mean
 
 
@@ -55,7 +55,7 @@ def test_networks_that_cannot_be_one_flat_vector_are_refused():
 
 def test_several_networks_cannot_change_their_buffers():
     networks = nn.ModuleList([small_network(RunningMean(4)) for _ in range(2)])
-    with pytest.raises(RuntimeError, match="vmap: aten::lerp_"):
+    with pytest.raises(RuntimeError, match="broadcast shape"):
         SCRIPT.FlatNetwork(networks)(torch.randn(5, 3))
 
 
