@@ -261,5 +261,5 @@ def test_n_step_returns_are_those_of_the_definition(tmp_path):
 def test_the_entropy_of_sac_starts_near_that_of_uniform_actions(kind, tmp_path):
     uniform = np.log(4)  # from -2 to 2
     sac = make(edited("maximum entropy at the start", kind, tmp_path), "maximum entropy at the start")
-    _, log_prob = sac.actor(torch.randn(100_000, 3), torch.randn(100_000, 1))
+    _, log_prob = sac.gaussian.sample(*sac.actor(torch.randn(100_000, 3)), torch.randn(100_000, 1))
     assert -log_prob.mean().item() == pytest.approx(uniform - 0.01, abs=0.005)
