@@ -124,7 +124,7 @@ class Args:
 
 AT_LEAST_ONE = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
 AT_MOST_ONE = ("gamma", "gae_lambda")
-POSITIVE = ("learning_rate", "clip_coef", "max_grad_norm", "target_kl")  # the other numbers may be 0
+POSITIVE = ("learning_rate", "clip_coef", "max_grad_norm", "target_kl")  # others may be 0, none negative
 FIXED = ("env_id",)  # what a resumed run cannot change
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-5  # Adam's
 RUNNING_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.utils.parametrizations._SpectralNorm)
@@ -168,7 +168,7 @@ class Agent(nn.Module):
 
 
 class PPO:
-    """The learner. CUDA graphs replay kernels and no Python: what changes is a tensor that is changed in place."""
+    """The learner. CUDA graphs replay kernels, not Python: what changes in training is a tensor, updated in place."""
 
     def __init__(self, args, envs, device):
         self.args = args
@@ -349,7 +349,7 @@ class PPO:
         return Policy(self.agent.cpu_copy(), self.normalizer, self.low, self.high).eval()
 
     def tensors(self):
-        """All that updates change: the tensors themselves."""
+        """Every tensor that updates change. What is missing here is not saved."""
         return {
             "networks": {"agent": self.agent.network.state_dict()},
             "optimizers": {name: optimizer.tensors() for name, optimizer in self.optimizers.items()},
@@ -402,7 +402,7 @@ def train(args, on_start=lambda run: None):
 
 
 class Policy(nn.Module):
-    """What policy.pt2 holds, the mode of the policy: (batch, obs_dim) to (batch, act_dim).
+    """What policy.pt2 holds, the deterministic policy: (batch, obs_dim) to (batch, act_dim).
 
     It normalizes observations by the statistics of its time and clips actions to their bounds.
     """
@@ -429,8 +429,9 @@ class Policy(nn.Module):
 class FlatNetwork:
     """A network whose parameters are views of one flat vector, `weights`, which requires no gradient.
 
-    `flat(*inputs)` calls the network. To learn, call `flat(*inputs, weights=w)` with a detached copy `w` of `weights`
-    that requires a gradient. The members of an nn.ModuleList are called together: outputs get a leading dimension.
+    `flat(*inputs)` calls the network. To learn, call `flat(*inputs, weights=w)` with
+    `w = flat.weights.detach().requires_grad_()`: calls without `w` give no gradient. The members of an
+    nn.ModuleList are called together: outputs get a leading dimension.
 
     Each parameter starts on a 64-byte boundary, for fast loads. Matrices are stored transposed: the gradient of a
     batched matmul then needs no copy.
@@ -544,7 +545,7 @@ class Adam:
         weights.addcdiv_(self.m, denominator, value=-1)
 
     def tensors(self):
-        """What a resumed run needs, by name: all but the learning rate, which is the arguments'."""
+        """What a resumed run needs, by name: all but the learning rate, which comes from the arguments."""
         return {name: tensor for name, tensor in vars(self).items() if name != "lr"}
 
 
@@ -760,7 +761,8 @@ def check_compile(args, device):
 def needed_guards(guards):
     """Which guards a compiled function checks at each call: not those on layers, builtins and imported modules.
 
-    These stay what they are while a script runs, and checking them takes up to 10% of a compiled update on a CPU.
+    Checking these takes up to 10% of a compiled update on a CPU. So a layer's attribute that changes after the first
+    call, `training` included, is not noticed.
     """
     needed = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     stable = ("__import_", "__builtins_")
@@ -856,7 +858,7 @@ def one_line(error):
 
 
 def require_memory(args, name, bytes_each):
-    """Refuse a number of things, argument `name`, that does not fit into memory."""
+    """Refuse a count, argument `name`, of things that do not fit into memory, `bytes_each` each."""
     if not hasattr(os, "sysconf"):  # on Windows
         return
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
@@ -893,7 +895,7 @@ def load_checkpoint(args):
 
 
 def replace_file(path, write):
-    """Replace the file at `path` by what `write(file)` writes, once it is whole: a crash leaves the old or the new."""
+    """Replace the file at `path` atomically by what `write(file)` writes: a crash leaves the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -914,7 +916,7 @@ def has_nan(state):
 
 
 class ProgressBar(tqdm):
-    """A progress bar that does without stderr where that is closed or full."""
+    """A progress bar that keeps working when stderr is closed or full."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -924,8 +926,8 @@ class ProgressBar(tqdm):
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
-    Ctrl-C and SIGTERM end the loop before its next step. However it ends, checkpoint, policy and summary are written.
-    A run that ends before `start` leaves nothing behind.
+    Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoint, policy and summary are
+    written. A run that ends before `start` leaves nothing behind.
     """
 
     def __init__(self, args):
@@ -956,7 +958,7 @@ class Run:
         space = envs.single_observation_space
         self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if space.dtype == np.uint8 else torch.float32)
         with torch.no_grad():
-            learner.policy()(self.example)  # an edit that the policy lacks fails now, not at the end
+            learner.policy().eval()(self.example)  # what does not match an edited network fails now
         packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
         versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
         self.config = {"compile": False, "cudagraphs": False} | vars(self.args)
@@ -1010,7 +1012,7 @@ class Run:
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, unless it comes with the first, as from a wrapper."""
+        """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -1078,7 +1080,7 @@ class Run:
         self.saved_step = self.step
         try:
             batch = torch.export.Dim("batch")
-            program = torch.export.export(self.learner.policy(), (self.example,), dynamic_shapes=({0: batch},))
+            program = torch.export.export(self.learner.policy().eval(), (self.example,), dynamic_shapes=({0: batch},))
         except Exception as error:  # of an edited policy
             return note(f"no policy.pt2: {one_line(error)}")
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))

@@ -113,7 +113,7 @@ class Args:
 AT_LEAST_ONE = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
 AT_LEAST_ONE += ("update_frequency", "target_network_frequency")
 AT_MOST_ONE = ("gamma", "tau", "target_entropy_scale")
-POSITIVE = ("policy_lr", "q_lr")  # the other numbers may be 0
+POSITIVE = ("policy_lr", "q_lr")  # others may be 0, none negative
 FIXED = ("env_id", "num_envs", "buffer_size")  # what a resumed run cannot change
 
 
@@ -303,7 +303,7 @@ def train(args, on_start=lambda run: None):
 
 
 class Policy(nn.Module):
-    """What policy.pt2 holds, the mode of the policy: (batch, 4, 84, 84), bytes, to (batch,)."""
+    """What policy.pt2 holds, the deterministic policy: (batch, 4, 84, 84), bytes, to (batch,)."""
 
     def __init__(self, actor):
         super().__init__()
@@ -567,7 +567,7 @@ def one_line(error):
 
 
 def require_memory(args, name, bytes_each):
-    """Refuse a number of things, argument `name`, that does not fit into memory."""
+    """Refuse a count, argument `name`, of things that do not fit into memory, `bytes_each` each."""
     if not hasattr(os, "sysconf"):  # on Windows
         return
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
@@ -604,7 +604,7 @@ def load_checkpoint(args):
 
 
 def replace_file(path, write):
-    """Replace the file at `path` by what `write(file)` writes, once it is whole: a crash leaves the old or the new."""
+    """Replace the file at `path` atomically by what `write(file)` writes: a crash leaves the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -625,7 +625,7 @@ def has_nan(state):
 
 
 class ProgressBar(tqdm):
-    """A progress bar that does without stderr where that is closed or full."""
+    """A progress bar that keeps working when stderr is closed or full."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -635,8 +635,8 @@ class ProgressBar(tqdm):
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
-    Ctrl-C and SIGTERM end the loop before its next step. However it ends, checkpoint, policy and summary are written.
-    A run that ends before `start` leaves nothing behind.
+    Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoint, policy and summary are
+    written. A run that ends before `start` leaves nothing behind.
     """
 
     def __init__(self, args):
@@ -667,7 +667,7 @@ class Run:
         space = envs.single_observation_space
         self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if space.dtype == np.uint8 else torch.float32)
         with torch.no_grad():
-            learner.policy()(self.example)  # an edit that the policy lacks fails now, not at the end
+            learner.policy().eval()(self.example)  # what does not match an edited network fails now
         packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
         versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
         self.config = {"compile": False, "cudagraphs": False} | vars(self.args)
@@ -721,7 +721,7 @@ class Run:
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, unless it comes with the first, as from a wrapper."""
+        """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -789,7 +789,7 @@ class Run:
         self.saved_step = self.step
         try:
             batch = torch.export.Dim("batch")
-            program = torch.export.export(self.learner.policy(), (self.example,), dynamic_shapes=({0: batch},))
+            program = torch.export.export(self.learner.policy().eval(), (self.example,), dynamic_shapes=({0: batch},))
         except Exception as error:  # of an edited policy
             return note(f"no policy.pt2: {one_line(error)}")
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))

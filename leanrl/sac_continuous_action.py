@@ -4,7 +4,7 @@ The algorithm and its defaults are CleanRL's, and so are its details:
 
 1. Two critics; the target takes the smaller value (`SAC.update`).
 2. The entropy coefficient is tuned toward an entropy of minus the number of action dimensions (`SAC.update_actor`).
-3. The actor is updated every second time, but then twice (`SAC.update`).
+3. After every `policy_frequency` updates of the critics the actor makes as many steps (`SAC.update`).
 4. Actions are squashed by tanh into the bounds of the action space (`SquashedGaussian`).
 5. A truncated episode is not a terminal state: its last value is bootstrapped (`train`).
 
@@ -107,7 +107,7 @@ class Args:
 AT_LEAST_ONE = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
 AT_LEAST_ONE += ("policy_frequency", "target_network_frequency")
 AT_MOST_ONE = ("gamma", "tau")
-POSITIVE = ("policy_lr", "q_lr")  # the other numbers may be 0
+POSITIVE = ("policy_lr", "q_lr")  # others may be 0, none negative
 FIXED = ("env_id", "buffer_size")  # what a resumed run cannot change
 
 
@@ -323,7 +323,7 @@ def train(args, on_start=lambda run: None):
 
 
 class Policy(nn.Module):
-    """What policy.pt2 holds, the mode of the policy: (batch, obs_dim) to (batch, act_dim)."""
+    """What policy.pt2 holds, the deterministic policy: (batch, obs_dim) to (batch, act_dim)."""
 
     def __init__(self, actor, squashed):
         super().__init__()
@@ -354,8 +354,8 @@ class ReplayBuffer:
     def store(self, **columns):
         """Write a transition per environment; columns are NumPy, (num_envs, ...)."""
         rows = (self.stored + np.arange(len(columns["rewards"]))) % self.size
-        for name, column in columns.items():
-            self.columns[name].numpy()[rows] = column  # a quarter of the time of indexing a torch tensor
+        for name, column in self.columns.items():
+            column.numpy()[rows] = columns[name]  # a quarter of the time of indexing a torch tensor
         self.stored += len(rows)
 
     def sample(self, batch_size):
@@ -465,7 +465,7 @@ def one_line(error):
 
 
 def require_memory(args, name, bytes_each):
-    """Refuse a number of things, argument `name`, that does not fit into memory."""
+    """Refuse a count, argument `name`, of things that do not fit into memory, `bytes_each` each."""
     if not hasattr(os, "sysconf"):  # on Windows
         return
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
@@ -502,7 +502,7 @@ def load_checkpoint(args):
 
 
 def replace_file(path, write):
-    """Replace the file at `path` by what `write(file)` writes, once it is whole: a crash leaves the old or the new."""
+    """Replace the file at `path` atomically by what `write(file)` writes: a crash leaves the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -523,7 +523,7 @@ def has_nan(state):
 
 
 class ProgressBar(tqdm):
-    """A progress bar that does without stderr where that is closed or full."""
+    """A progress bar that keeps working when stderr is closed or full."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -533,8 +533,8 @@ class ProgressBar(tqdm):
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
-    Ctrl-C and SIGTERM end the loop before its next step. However it ends, checkpoint, policy and summary are written.
-    A run that ends before `start` leaves nothing behind.
+    Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoint, policy and summary are
+    written. A run that ends before `start` leaves nothing behind.
     """
 
     def __init__(self, args):
@@ -565,7 +565,7 @@ class Run:
         space = envs.single_observation_space
         self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if space.dtype == np.uint8 else torch.float32)
         with torch.no_grad():
-            learner.policy()(self.example)  # an edit that the policy lacks fails now, not at the end
+            learner.policy().eval()(self.example)  # what does not match an edited network fails now
         packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
         versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
         self.config = {"compile": False, "cudagraphs": False} | vars(self.args)
@@ -619,7 +619,7 @@ class Run:
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, unless it comes with the first, as from a wrapper."""
+        """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -687,7 +687,7 @@ class Run:
         self.saved_step = self.step
         try:
             batch = torch.export.Dim("batch")
-            program = torch.export.export(self.learner.policy(), (self.example,), dynamic_shapes=({0: batch},))
+            program = torch.export.export(self.learner.policy().eval(), (self.example,), dynamic_shapes=({0: batch},))
         except Exception as error:  # of an edited policy
             return note(f"no policy.pt2: {one_line(error)}")
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
