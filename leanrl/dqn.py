@@ -164,7 +164,7 @@ class DQN:
         self.updates += 1
 
     def update_target(self):
-        """Move the target network by `tau` toward the Q-network: with 1, copy it."""
+        """Move the target network by `tau` toward the Q-network; 1 copies it."""
         for weights, target_weights in zip(self.q.parameters(), self.target_q.parameters(), strict=True):
             target_weights.data.lerp_(weights.data, self.args.tau)
 

@@ -218,7 +218,7 @@ class DQN:
         """
         self.weights_arrived.synchronize()
         self.acting_q.weights.copy_(self.arriving_weights)
-        for acting_buffer, buffer in self.buffers:
+        for acting_buffer, buffer in self.buffers:  # forward may have changed it
             acting_buffer.copy_(buffer)
         self.send_block()
         self.learn()
@@ -227,7 +227,7 @@ class DQN:
         self.updates += 1
 
     def update_target(self):
-        """Move the target network by `tau` toward the Q-network: with 1, copy it."""
+        """Move the target network by `tau` toward the Q-network; 1 copies it."""
         self.target_q.weights.lerp_(self.q.weights, self.args.tau)
 
     def greedy(self, obs):
