@@ -391,7 +391,7 @@ def parse_args():
     args = tyro.cli(Args, description=__doc__)
     if args.resume is None:
         return args
-    saved = load_checkpoint(args)["args"]
+    saved = load_checkpoint(args).get("args", {})
     defaults = {name: value for name, value in saved.items() if name in vars(args)}
     if len(defaults) < len(saved):
         note(f"ignoring flags of the checkpoint that this script lacks: {', '.join(saved.keys() - defaults.keys())}")

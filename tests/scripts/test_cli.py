@@ -162,10 +162,9 @@ OWN_INPUTS = {
         {"policy_frequency": 0},
     ],
     "ppo": [*ON_GYMNASIUM[:-1], *CONTINUOUS, *ON_POLICY_INPUTS, {"num_envs": 3 * 10**8}],
-    "ppo_atari": [*ON_POLICY_INPUTS, {"num_envs": 257}, {"env_id": "Pong-v4"}],
+    "ppo_atari": [*ON_POLICY_INPUTS, {"env_id": "Pong-v4"}],
     "dqn_atari": [
         *OFF_POLICY_INPUTS,
-        {"num_envs": 257},
         {"env_id": "Pong-v4"},
         {"learning_rate": 0.0},
         {"tau": 2.0},
@@ -176,7 +175,6 @@ OWN_INPUTS = {
     ],
     "sac_atari": [
         *OFF_POLICY_INPUTS,
-        {"num_envs": 257},
         {"env_id": "Pong-v4"},
         {"policy_lr": float("nan")},
         {"q_lr": 0.0},
