@@ -464,7 +464,7 @@ def test_a_run_stops_where_a_loss_is_not_finite(script, tmp_path, monkeypatch):
     sizes = {"env_id": "Truncates-v0", "total_timesteps": 400, "num_steps": 50, "num_minibatches": 2}
     with pytest.raises(SystemExit) as stopped:
         script.train(script.Args(run_dir=str(tmp_path), **sizes))
-    assert stopped.value.code.startswith("error: step 50: policy_loss is nan; the environment returned a NaN; ")
+    assert stopped.value.code.startswith("error: step 50: policy_loss is nan; the environment returned a NaN, ")
 
 
 def test_an_explained_variance_of_nan_ends_no_run(script, tmp_path):
