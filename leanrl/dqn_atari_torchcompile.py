@@ -431,6 +431,10 @@ class FlatNetwork:
                 views[name] = parameter.view(*lead, *shape)
         return views
 
+    def unbind(self, view):
+        """The members' parts of a parameter; matrices as they are stored, so that their gradients need no copies."""
+        return [part.mT for part in view.mT.unbind()] if view.ndim == 3 else view.unbind()
+
     def call(self, parameters, *inputs):
         return functional_call(self.members[0], parameters, inputs, tie_weights=self.tied)
 
@@ -445,7 +449,7 @@ class FlatNetwork:
         if self.batched:
             inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
             return vmap(self.call, randomness="different")(views, *inputs)
-        members = zip(*(view.unbind() for view in views.values()), strict=True)
+        members = zip(*map(self.unbind, views.values()), strict=True)
         return torch.stack([self.call(dict(zip(views, member, strict=True)), *inputs) for member in members])
 
     def cpu_copy(self):
