@@ -193,8 +193,43 @@ def train(script, args, on_log=lambda learner, losses, step: None, on_start=lamb
     script.train(args, watch)
 
 
+THOROUGH = (  # tests that are too long for the quick suite, by the beginning of their names
+    "algorithms/test_atari_off_policy.py::test_turbo_equals_plain",
+    "algorithms/test_atari_off_policy_runs.py",
+    "algorithms/test_dqn.py::test_dqn_balances",
+    "algorithms/test_ppo.py::test_modes_agree",
+    "algorithms/test_ppo.py::test_ppo_balances",
+    "algorithms/test_ppo.py::test_values",
+    "algorithms/test_ppo_atari.py::TestEnvpool",
+    "algorithms/test_ppo_atari.py::test_modes_agree",
+    "algorithms/test_ppo_atari.py::test_turbo_equals_plain",
+    "algorithms/test_ppo_atari_learns.py",
+    "algorithms/test_sac.py::test_sac_swings",
+    "algorithms/test_sac.py::test_values",
+    "algorithms/test_td3.py::test_td3_swings",
+    "algorithms/test_td3.py::test_values",
+    "cuda/test_planted_bugs.py::test_a_planted_bug",
+    "cuda/test_planted_bugs.py::test_without",
+    "cuda/test_training_on_cuda.py",
+    "tools/test_ablation.py",
+    "tools/test_docs_debugging.py",
+    "tools/test_graph_breaks.py",
+    "tools/test_launches.py",
+    "tools/test_pictures.py",
+)
+QUICK_TOO = (  # one of a kind of these
+    "cuda/test_training_on_cuda.py::test_training_is_the_same_in_all_modes_and_schedules[sac-1",
+    "cuda/test_planted_bugs.py::test_a_planted_bug_is_caught[sac-no wait for the actions",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Long tests first: a worker that gets one of them last would keep the other one waiting."""
+    """Mark the thorough tests. Long tests first: a worker that got one last would keep the other one waiting."""
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if name.startswith(THOROUGH) and not name.startswith(QUICK_TOO):
+            item.add_marker(pytest.mark.thorough)
     items.sort(key=lambda item: item.path.stem != "test_training_on_cuda")
 
 

@@ -64,7 +64,8 @@ def test_turbo_equals_plain(mode, kwargs):
 def test_actions_respect_each_dimensions_bounds(script):
     learner = make_learner(script, env_id="Unequal-v0")
     with torch.no_grad():
-        actions = learner.actor(torch.randn(5000, 2), torch.randn(5000, 3))[0].numpy()
+        actions, _ = learner.gaussian.sample(*learner.actor(torch.randn(5000, 2)), torch.randn(5000, 3))
+    actions = actions.numpy()
     low, high = np.array([-1, -10, 0]), np.array([3, -8, 0.5])
     assert (actions >= low - 1e-5).all() and (actions <= high + 1e-5).all()
     assert np.allclose(actions.mean(0), (low + high) / 2, atol=(high - low) / 10)
