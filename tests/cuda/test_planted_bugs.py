@@ -75,8 +75,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "sac",
         "branch on a tensor in a graph",
-        "if self.args.autotune:\n            _,",
-        "if alpha < 10:\n            _,",
+        "if self.args.autotune:\n                _,",
+        "if alpha < 10:\n                _,",
         TRAINING,
     ),
     ("sac", "a tensor left on the CPU", "args.alpha, device=device).log()", "args.alpha).log()", TRAINING),
@@ -144,8 +144,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "ppo",
         "learning rate left on the CPU",
-        "torch.tensor(lr, dtype=torch.float64, device=weights.device)",
-        "torch.tensor(lr, dtype=torch.float64)",
+        "torch.as_tensor(lr, dtype=torch.float64, device=weights.device)",
+        "torch.as_tensor(lr, dtype=torch.float64)",
         TRAINING,
     ),
     (
