@@ -411,13 +411,18 @@ class FlatNetwork:
             size = len(self.members) * shape.numel()
             self.sizes += [size, -size % 16]
         device = next(first.parameters()).device
-        self.weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
+        self._weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
         for name, view in self.views(self.weights).items():
             for member, value in zip(self.members, view if self.several else [view], strict=True):
                 parameter = member.get_parameter(name)
                 value.copy_(parameter.detach())
                 parameter.requires_grad_(False)
                 parameter.data = value
+
+    @property
+    def weights(self):
+        """The flat vector. Change it in place: the network's parameters, and CUDA graphs, stay where they are."""
+        return self._weights
 
     def views(self, weights):
         """Parameters by name as views of a flat vector; those of several members have a leading dimension."""

@@ -461,13 +461,18 @@ class FlatNetwork:
             size = len(self.members) * shape.numel()
             self.sizes += [size, -size % 16]
         device = next(first.parameters()).device
-        self.weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
+        self._weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
         for name, view in self.views(self.weights).items():
             for member, value in zip(self.members, view if self.several else [view], strict=True):
                 parameter = member.get_parameter(name)
                 value.copy_(parameter.detach())
                 parameter.requires_grad_(False)
                 parameter.data = value
+
+    @property
+    def weights(self):
+        """The flat vector. Change it in place: the network's parameters, and CUDA graphs, stay where they are."""
+        return self._weights
 
     def views(self, weights):
         """Parameters by name as views of a flat vector; those of several members have a leading dimension."""
@@ -794,8 +799,9 @@ def make_envs(args, folder):
     try:
         # SAME_STEP: where an episode ends, the last observation is in infos["final_obs"]
         envs = SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-    except (gym.error.Error, ImportError, ValueError) as error:
-        refuse("env_id", args.env_id, f"correct the name, or install what is missing: {one_line(error)}")
+    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
+        remedy = "correct the name, install what is missing, or do without video"
+        refuse("env_id", args.env_id, f"{remedy}: {one_line(error)}")
     space = envs.single_observation_space
     if len(space.shape) != 1:
         refuse("env_id", args.env_id, f"choose an environment whose observations are vectors, not {space}")

@@ -271,7 +271,7 @@ class SAC:
         """All that a resumed run needs to continue bit by bit, on the CPU or on the device."""
         return {
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
-            "optimizers": {name: optimizer.state_dict()["state"] for name, optimizer in self.optimizers.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "log_alpha": self.log_alpha.detach(),
             "replay": self.replay.state_dict(),
             "updates": self.updates,
@@ -284,7 +284,8 @@ class SAC:
         for name, network in self.networks.items():
             network.load_state_dict(state["networks"][name])
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizers"][name]})
+            own = {"param_groups": optimizer.state_dict()["param_groups"]}
+            optimizer.load_state_dict(state["optimizers"][name] | own)
         if self.args.autotune:
             self.log_alpha.data.copy_(state["log_alpha"])
         self.replay.load_state_dict(state["replay"])
@@ -396,8 +397,9 @@ def make_envs(args, folder):
     try:
         # SAME_STEP: where an episode ends, the last observation is in infos["final_obs"]
         envs = SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-    except (gym.error.Error, ImportError, ValueError) as error:
-        refuse("env_id", args.env_id, f"correct the name, or install what is missing: {one_line(error)}")
+    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
+        remedy = "correct the name, install what is missing, or do without video"
+        refuse("env_id", args.env_id, f"{remedy}: {one_line(error)}")
     space = envs.single_observation_space
     if len(space.shape) != 1:
         refuse("env_id", args.env_id, f"choose an environment whose observations are vectors, not {space}")

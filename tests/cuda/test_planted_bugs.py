@@ -84,7 +84,7 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "sac",
         "target networks rebound instead of moved",
         "self.target_critics.weights.lerp_(",
-        "self.target_critics.weights = self.target_critics.weights.lerp(",
+        "self.target_critics = FlatNetwork(copy.deepcopy(self.target_critics.network))\n            self.target_critics.weights.lerp_(",
         TRAINING,
     ),
     ("sac", "losses rebound instead of filled", *REBOUND_SCALARS, TRAINING),
@@ -336,7 +336,7 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "dqn_atari",
         "target network rebound instead of moved",
         "self.target_q.weights.lerp_(",
-        "self.target_q.weights = self.target_q.weights.lerp(",
+        "self.target_q = FlatNetwork(copy.deepcopy(self.target_q.network))\n        self.target_q.weights.lerp_(",
         TRAINING,
     ),
     (

@@ -217,7 +217,7 @@ def test_bad_input_gets_one_clear_line(script, arguments, tmp_path, capsys):
     with pytest.raises(SystemExit) as error:
         script.train(args)
     assert error.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: --env-id imports")]
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
     name, value = next(iter(filled.items()))
     assert len(lines) == 1 and lines[0].startswith(f"error: --{name.replace('_', '-')} {value}: "), lines
     assert not list(tmp_path.glob("runs/*"))
