@@ -84,7 +84,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "sac",
         "target networks rebound instead of moved",
         "self.target_critics.weights.lerp_(",
-        "self.target_critics = FlatNetwork(copy.deepcopy(self.target_critics.network))\n            self.target_critics.weights.lerp_(",
+        "self.target_critics = FlatNetwork(copy.deepcopy(self.target_critics.network))\n"
+        "            self.target_critics.weights.lerp_(",
         TRAINING,
     ),
     ("sac", "losses rebound instead of filled", *REBOUND_SCALARS, TRAINING),
