@@ -196,7 +196,6 @@ def train(script, args, on_log=lambda learner, losses, step: None, on_start=lamb
 THOROUGH = (  # tests that are too long for the quick suite, by the beginning of their names
     "algorithms/test_atari_off_policy.py::test_turbo_equals_plain",
     "algorithms/test_atari_off_policy_runs.py",
-    "algorithms/test_dqn.py::test_dqn_balances",
     "algorithms/test_ppo.py::test_modes_agree",
     "algorithms/test_ppo.py::test_ppo_balances",
     "algorithms/test_ppo.py::test_values",
@@ -227,7 +226,7 @@ QUICK_TOO = (  # one of a kind of these
     "algorithms/test_sac.py::test_turbo_equals_plain[default",
     "algorithms/test_td3.py::test_turbo_equals_plain[default-eager",
     "cuda/test_training_on_cuda.py::test_training_is_the_same_in_all_modes_and_schedules[sac-1",
-    "cuda/test_planted_bugs.py::test_a_planted_bug_is_caught[sac-no wait for the actions",
+    "cuda/test_planted_bugs.py::test_a_planted_bug_is_caught[sac, no wait for the actions",
 )
 
 
