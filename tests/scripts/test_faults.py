@@ -297,7 +297,9 @@ def test_an_environments_own_missing_file_is_not_blamed_on_a_flag(either, tmp_pa
 
 
 def test_a_module_that_an_environment_imports_is_named(tmp_path, capsys, monkeypatch):
-    (tmp_path / "my_envs.py").write_text("import gymnasium\ngymnasium.register('FromAModule-v0', 'conftest:Countdown')\n")
+    (tmp_path / "my_envs.py").write_text(
+        "import gymnasium\ngymnasium.register('FromAModule-v0', 'conftest:Countdown')\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     run_tiny(PLAIN["sac"], tmp_path / "runs", env_id="my_envs:FromAModule-v0")
     assert "note: --env-id imports the module my_envs" in capsys.readouterr().err
