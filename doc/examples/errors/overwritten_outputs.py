@@ -5,7 +5,7 @@ import torch
 NEEDS_CUDA = True
 
 
-def graphed(function, example):
+def captured(function, example):
     """`function` as a CUDA graph: called with a tensor like `example`, it returns its one static output."""
     static_input = example.clone()
     side = torch.cuda.Stream()
@@ -27,13 +27,13 @@ def graphed(function, example):
 
 def broken():
     """The values of three steps, which are 0, 1 and 4."""
-    square = graphed(torch.square, torch.zeros((), device="cuda"))
+    square = captured(torch.square, torch.zeros((), device="cuda"))
     values = [square(torch.tensor(float(t), device="cuda")) for t in range(3)]
     return torch.stack(values).tolist()
 
 
 def fixed():
-    square = graphed(torch.square, torch.zeros((), device="cuda"))
+    square = captured(torch.square, torch.zeros((), device="cuda"))
     values = [square(torch.tensor(float(t), device="cuda")).clone() for t in range(3)]
     return torch.stack(values).tolist()
 
