@@ -195,7 +195,7 @@ class DQN:
         """All that a resumed run needs to continue bit by bit, on the CPU or on the device."""
         return {
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "optimizers": {name: optimizer.state_dict()["state"] for name, optimizer in self.optimizers.items()},
             "replay": self.replay.state_dict(),
             "updates": self.updates,
             "numpy_rng": self.rng.bit_generator.state,
@@ -208,8 +208,7 @@ class DQN:
         for name, network in self.networks.items():
             network.load_state_dict(state["networks"][name])
         for name, optimizer in self.optimizers.items():
-            own = {"param_groups": optimizer.state_dict()["param_groups"]}
-            optimizer.load_state_dict(state["optimizers"][name] | own)
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizers"][name]})
         self.replay.load_state_dict(state["replay"])
         self.updates = state["updates"]
         self.rng.bit_generator.state = state["numpy_rng"]
@@ -223,7 +222,7 @@ def epsilon(step, args):
     return args.start_e + progress * (args.end_e - args.start_e)
 
 
-def turns(frequency, step, num_envs):
+def times_due(frequency, step, num_envs):
     """How many multiples of `frequency` the last step of all environments reached: those in (step - num_envs, step]."""
     return step // frequency - (step - num_envs) // frequency
 
@@ -251,9 +250,9 @@ def train(args, on_start=lambda run: None):
             obs = next_obs
             run.advance(rewards, terminated | truncated)
             if run.step > args.learning_starts:
-                for _ in range(turns(args.train_frequency, run.step, args.num_envs)):
+                for _ in range(times_due(args.train_frequency, run.step, args.num_envs)):
                     learner.update()
-                if turns(args.target_network_frequency, run.step, args.num_envs):
+                if times_due(args.target_network_frequency, run.step, args.num_envs):
                     learner.update_target()
             if learner.updates and run.step // args.num_envs % LOG_INTERVAL == 0:
                 run.log(learner.losses())

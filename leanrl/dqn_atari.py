@@ -203,7 +203,7 @@ class DQN:
         """All that a resumed run needs to continue bit by bit, on the CPU or on the device."""
         return {
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "optimizers": {name: optimizer.state_dict()["state"] for name, optimizer in self.optimizers.items()},
             "replay": self.replay.state_dict() if self.args.checkpoint_replay else {},
             "updates": self.updates,
             "numpy_rng": self.rng.bit_generator.state,
@@ -216,8 +216,7 @@ class DQN:
         for name, network in self.networks.items():
             network.load_state_dict(state["networks"][name])
         for name, optimizer in self.optimizers.items():
-            own = {"param_groups": optimizer.state_dict()["param_groups"]}
-            optimizer.load_state_dict(state["optimizers"][name] | own)
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizers"][name]})
         if state["replay"]:
             self.replay.load_state_dict(state["replay"])
         else:
@@ -234,7 +233,7 @@ def epsilon(step, args):
     return args.start_e + progress * (args.end_e - args.start_e)
 
 
-def turns(frequency, step, num_envs):
+def times_due(frequency, step, num_envs):
     """How many multiples of `frequency` the last step of all environments reached: those in (step - num_envs, step]."""
     return step // frequency - (step - num_envs) // frequency
 
@@ -256,9 +255,9 @@ def train(args, on_start=lambda run: None):
             learner.replay.store(obs, actions, rewards, terminated, infos["is_reset"])
             run.advance(infos["raw_rewards"], infos["game_ended"])
             if run.step > learning_starts:
-                for _ in range(turns(args.train_frequency, run.step, args.num_envs)):
+                for _ in range(times_due(args.train_frequency, run.step, args.num_envs)):
                     learner.update()
-                if turns(args.target_network_frequency, run.step, args.num_envs):
+                if times_due(args.target_network_frequency, run.step, args.num_envs):
                     learner.update_target()
             if learner.updates and run.step // args.num_envs % LOG_INTERVAL == 0:
                 run.log(learner.losses())

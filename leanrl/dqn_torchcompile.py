@@ -325,7 +325,7 @@ def epsilon(step, args):
     return args.start_e + progress * (args.end_e - args.start_e)
 
 
-def turns(frequency, step, num_envs):
+def times_due(frequency, step, num_envs):
     """How many multiples of `frequency` the last step of all environments reached: those in (step - num_envs, step]."""
     return step // frequency - (step - num_envs) // frequency
 
@@ -348,9 +348,9 @@ def train(args, on_start=lambda run: None):
             obs = next_obs
             run.advance(rewards, terminated | truncated)
             if run.step > args.learning_starts:
-                for _ in range(turns(args.train_frequency, run.step, args.num_envs)):
+                for _ in range(times_due(args.train_frequency, run.step, args.num_envs)):
                     learner.update()
-                if turns(args.target_network_frequency, run.step, args.num_envs):
+                if times_due(args.target_network_frequency, run.step, args.num_envs):
                     learner.update_target()
             if learner.updates and run.step // args.num_envs % LOG_INTERVAL == 0:
                 run.log(learner.losses())
@@ -653,8 +653,10 @@ def check_compile(args, device):
     """Refuse --compile without a compiler, and say so if --cudagraphs cannot be used."""
     if args.cudagraphs and device.type != "cuda":
         note("--cudagraphs needs a CUDA device; running without")
-    if args.compile_mode != "default" and not args.compile:
-        refuse("compile_mode", args.compile_mode, "give --compile too")
+    for name in ("compile_mode", "critic_compile_mode"):
+        mode = getattr(args, name, None)
+        if mode not in (None, "default") and not args.compile:
+            refuse(name, mode, "give --compile too")
     logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
     compiler = os.environ.get("CXX", "g++") if device.type == "cpu" else os.environ.get("CC", "gcc")
     if args.compile and not shutil.which(compiler):

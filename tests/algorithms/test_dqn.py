@@ -154,12 +154,12 @@ def test_nothing_is_learned_from_rows_that_were_never_stored(script, num_envs, t
     assert int(learner["replay"]["stored"]) == last
 
 
-def test_turns_count_the_multiples_that_a_vector_step_reaches(script):
+def test_times_due_counts_the_multiples_that_a_vector_step_reaches(script):
     for num_envs in (1, 3, 10, 16):
         for frequency in (1, 4, 10, 500):
             steps = range(num_envs, 60 * num_envs, num_envs)
-            assert sum(script.turns(frequency, step, num_envs) for step in steps) == steps[-1] // frequency
-            assert script.turns(frequency, 10 * frequency * num_envs, num_envs) >= 1
+            assert sum(script.times_due(frequency, step, num_envs) for step in steps) == steps[-1] // frequency
+            assert script.times_due(frequency, 10 * frequency * num_envs, num_envs) >= 1
 
 
 def test_epsilon_falls_linearly_and_stays(script):

@@ -34,12 +34,15 @@ def includes(options, mode):
     return torch._inductor.list_mode_options(mode).items() <= options.items()
 
 
-def test_a_mode_without_compile_is_refused(name, tmp_path, capsys):
+@pytest.mark.parametrize("flag", ["compile_mode", "critic_compile_mode"])
+def test_a_mode_without_compile_is_refused(name, flag, tmp_path, capsys):
+    if flag not in vars(TURBO[name].Args()):
+        pytest.skip("no such flag")
     with pytest.raises(SystemExit) as stop:
-        TURBO[name].train(TURBO[name].Args(run_dir=str(tmp_path), compile_mode=AUTOTUNED))
+        TURBO[name].train(TURBO[name].Args(run_dir=str(tmp_path), **{flag: AUTOTUNED}))
     assert stop.value.code == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line == f"error: --compile-mode {AUTOTUNED}: give --compile too"
+    assert line == f"error: --{flag.replace('_', '-')} {AUTOTUNED}: give --compile too"
     assert not list(tmp_path.iterdir())
 
 

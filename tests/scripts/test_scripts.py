@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import conftest
 import copies
 import pytest
 
@@ -134,3 +135,10 @@ def test_what_is_unused_is_noticed():
     )
     source += "        pass\n"
     assert unused(source) == ["math", "B", "C", "n"]
+
+
+@pytest.mark.parametrize("beginning", conftest.THOROUGH + conftest.QUICK_TOO)
+def test_names_in_the_lists_of_tests_are_names_of_tests(beginning):
+    path, _, name = beginning.partition("::")
+    source = (copies.ROOT / "tests" / path).read_text()
+    assert re.search(rf"^(def|class) {name.partition('[')[0]}", source, re.M)
