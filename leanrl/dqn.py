@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-LOG_INTERVAL = 100  # steps of all environments between two logs of the losses
+LOG_INTERVAL = 100  # vector steps between two logs of the losses
 
 
 @dataclass
@@ -77,11 +77,11 @@ class Args:
     seed: int = 1
     """seed of the environments, NumPy and torch"""
     run_dir: str = "runs"
-    """folder for the runs' folders"""
+    """parent folder of all runs"""
     resume: str | None = None
     """run to continue: its folder or its checkpoint.pt, whose flags become the defaults"""
     checkpoint_interval: int = 0
-    """environment steps between two checkpoints (0: only one, at the end)"""
+    """save a checkpoint every so many environment steps (0: only at the end)"""
     capture_video: bool = False
     """record videos of the first environment"""
     track: bool = False
@@ -100,9 +100,9 @@ class Args:
     """use deterministic cuDNN kernels"""
 
 
-AT_LEAST_ONE = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
-AT_LEAST_ONE += ("train_frequency", "target_network_frequency")
-AT_MOST_ONE = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
+AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
+AT_LEAST_1 += ("train_frequency", "target_network_frequency")
+AT_MOST_1 = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
 POSITIVE = ("learning_rate", "exploration_fraction")  # others may be 0, none negative
 FIXED = ("env_id", "buffer_size")  # what a resumed run cannot change
 
@@ -192,7 +192,7 @@ class DQN:
         return Policy(copy.deepcopy(self.q).cpu())
 
     def state_dict(self):
-        """All that a resumed run needs to continue bit by bit, on the CPU or on the device."""
+        """What the learner needs to continue bit for bit, on the CPU or on the device."""
         return {
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
             "optimizers": {name: optimizer.state_dict()["state"] for name, optimizer in self.optimizers.items()},
@@ -200,7 +200,7 @@ class DQN:
             "updates": self.updates,
             "numpy_rng": self.rng.bit_generator.state,
             "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all(),
+            "cuda_rng": torch.cuda.get_rng_state_all()[:1],  # of the device in use
         }
 
     def load_state_dict(self, state):
@@ -322,7 +322,8 @@ def make_envs(args, folder):
         note(f"--env-id imports the module {args.env_id.partition(':')[0]}")
 
     def make_env():
-        env = gym.make(args.env_id, **{"render_mode": "rgb_array"} if args.capture_video else {})
+        options = {"render_mode": "rgb_array"} if args.capture_video else {}
+        env = gym.make(args.env_id, **options)
         return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
 
     require_memory(args, "num_envs", bytes_each=20_000)  # an environment in Python takes more
@@ -402,16 +403,16 @@ def require_memory(args, name, bytes_each):
     """Refuse a count, argument `name`, of things that do not fit into memory, `bytes_each` each."""
     if not hasattr(os, "sysconf"):  # on Windows
         return
-    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
-    if getattr(args, name) * bytes_each > room:
-        refuse(name, getattr(args, name), f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
+    if getattr(args, name) * bytes_each > limit:
+        refuse(name, getattr(args, name), f"give at most {limit // bytes_each}, which takes {limit / 1e9:.0f} GB")
 
 
 def prepare(args):
     """Check the arguments, seed NumPy and torch, and return the device."""
     for name, value in vars(args).items():
-        low = 1 if name in AT_LEAST_ONE else 1e-12 if name in POSITIVE else 0
-        high = 1 if name in AT_MOST_ONE else 1e12
+        low = 1 if name in AT_LEAST_1 else 1e-12 if name in POSITIVE else 0
+        high = 1 if name in AT_MOST_1 else 1e12
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -419,7 +420,7 @@ def prepare(args):
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed)
+    np.random.seed(args.seed % 2**32)
     torch.manual_seed(args.seed)
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
@@ -482,10 +483,10 @@ class Run:
             refuse("run_dir", args.run_dir, f"give a folder that can be written ({one_line(error)})")
         self.step = 0
         self.episodes = 0
-        self.last_returns = []  # of the last 20 episodes
+        self.recent_returns = []  # of the last 20 episodes
         self.steady = None  # step and time when warm-up ended
         self.signal = None
-        self.bar = None
+        self.started = False
 
     def start(self, envs, learner):
         """Restore the learner if the run is resumed, and begin to log."""
@@ -494,10 +495,11 @@ class Run:
         if self.args.resume is not None:
             self.restore()
         self.log_step = self.saved_step = self.step
-        self.returns = np.zeros(self.args.num_envs)  # of the episodes under way
-        self.lengths = np.zeros(self.args.num_envs, int)
+        self.returns = np.zeros(self.args.num_envs)  # of the current episodes
+        self.first_steps = np.full(self.args.num_envs, self.step)
         space = envs.single_observation_space
-        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if space.dtype == np.uint8 else torch.float32)
+        is_image = space.dtype == np.uint8 and len(space.shape) > 1
+        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if is_image else torch.float32)
         with torch.no_grad():
             learner.policy().eval()(self.example)  # what does not match an edited network fails now
         packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
@@ -518,6 +520,7 @@ class Run:
         self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.bar.set_description("compiling" if self.config["compile"] else "warming up")
         self.start_time = self.log_time = time.perf_counter()
+        self.started = True
 
     def restore(self):
         """Continue from the checkpoint in --resume."""
@@ -530,7 +533,7 @@ class Run:
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
-            self.last_returns = checkpoint["returns"]
+            self.recent_returns = checkpoint["returns"]
         except (KeyError, RuntimeError, ValueError) as error:
             refuse("resume", self.args.resume, f"the checkpoint does not fit this script: {one_line(error)}")
         if self.step >= self.args.total_timesteps:
@@ -548,8 +551,8 @@ class Run:
 
     def __enter__(self):
         signals = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
-        heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in heard}
+        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in handled}
         return self
 
     def on_signal(self, number, frame):
@@ -571,7 +574,6 @@ class Run:
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
-        self.lengths += 1
         for i in ended.nonzero()[0]:
             self.end_episode(i)
         if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
@@ -582,12 +584,13 @@ class Run:
     def end_episode(self, i):
         """Log the episode that is over in environment `i`."""
         self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
-        self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
-        self.last_returns = [*self.last_returns[-19:], float(self.returns[i])]
-        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
+        length = (self.step - self.first_steps[i]) // self.args.num_envs
+        self.writer.add_scalar("charts/episodic_length", length, self.step)
+        self.recent_returns = [*self.recent_returns[-19:], float(self.returns[i])]
+        self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
         self.episodes += 1
         self.returns[i] = 0
-        self.lengths[i] = 0
+        self.first_steps[i] = self.step
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
@@ -598,9 +601,9 @@ class Run:
         self.log_time = now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
-        infinite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
-        if infinite:
-            self.end_at_nan(f"{infinite[0]} is {losses[infinite[0]]}", self.learner.state_dict())
+        non_finite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
+        if non_finite:
+            self.end_at_nan(f"{non_finite[0]} is {losses[non_finite[0]]}", self.learner.state_dict())
 
     def end_at_nan(self, what, state):
         """End the run with exit code 1 and a line that names the cause."""
@@ -616,7 +619,7 @@ class Run:
         if has_nan(state):
             self.end_at_nan("the checkpoint would hold a NaN", state)
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
-        checkpoint |= {"returns": self.last_returns, "learner": state}
+        checkpoint |= {"returns": self.recent_returns, "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         self.saved_step = self.step
         try:
@@ -627,10 +630,21 @@ class Run:
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def __exit__(self, kind, error, traceback):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        if self.bar is None:
-            return shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            if self.started:
+                self.finish(error)
+            else:
+                shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None and not isinstance(error, SystemExit):
+            if isinstance(error, Exception):
+                note(f"after the signal: {one_line(error)}")
+            raise SystemExit(128 + self.signal)
+
+    def finish(self, error):
+        """Write what a started run leaves behind; `error` is what ended it, or None."""
         end_time = time.perf_counter()
         try:
             if error is None or isinstance(error, Exception):
@@ -645,15 +659,11 @@ class Run:
             self.writer.close()
             with suppress(OSError):
                 self.bar.close()
-        if self.signal is not None and not isinstance(error, SystemExit):
-            if isinstance(error, Exception):
-                note(f"after the signal: {one_line(error)}")
-            raise SystemExit(128 + self.signal)
 
     def write_summary(self, end_time):
         """Write summary.json: the configuration, and what came of it."""
         steady_step, steady_time = self.steady or (self.step, end_time)
-        mean_return = float(np.mean(self.last_returns)) if self.last_returns else math.nan
+        mean_return = float(np.mean(self.recent_returns)) if self.recent_returns else math.nan
         results = {
             "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
             "global_step": self.step,

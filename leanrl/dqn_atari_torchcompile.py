@@ -7,7 +7,7 @@ The updates are those of the plain twin, dqn_atari.py. What makes this file fast
 3. An environment step costs two copies in, of frames and outcomes, and one copy out, of actions (`DQN.observe`).
 4. `--compile` makes one graph each of storing, acting, sampling and an update (`DQN.update_q`).
 5. `--cudagraphs` replays a step (`DQN.store_and_act`) and an update (`DQN.learn`) as one CUDA graph each.
-6. envpool steps the games while the device learns: the host waits for actions, never for updates (`train`).
+6. envpool steps the games while the device updates: the host waits only for its next actions (`train`).
 7. On a CPU convolutions run on channels-last images, and freed memory is reused (`keep_freed_memory`).
 
     python leanrl/dqn_atari_torchcompile.py --env-id Breakout-v5 --compile --cudagraphs
@@ -46,7 +46,7 @@ from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-LOG_INTERVAL = 100  # steps of all environments between two logs of the losses
+LOG_INTERVAL = 100  # vector steps between two logs of the losses
 GRAPH_WARMUP = 3  # the call at which a CUDA graph is captured; compilation is over by then
 OUTCOMES = {"actions": (), "rewards": (), "terminated": (), "is_reset": ()}  # a step's columns, and their shapes
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
@@ -97,11 +97,11 @@ class Args:
     seed: int = 1
     """seed of the environments, NumPy and torch"""
     run_dir: str = "runs"
-    """folder for the runs' folders"""
+    """parent folder of all runs"""
     resume: str | None = None
     """run to continue: its folder or its checkpoint.pt, whose flags become the defaults"""
     checkpoint_interval: int = 0
-    """environment steps between two checkpoints (0: only one, at the end)"""
+    """save a checkpoint every so many environment steps (0: only at the end)"""
     capture_video: bool = False
     """record videos of the first environment"""
     track: bool = False
@@ -120,9 +120,9 @@ class Args:
     """use deterministic cuDNN kernels"""
 
 
-AT_LEAST_ONE = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
-AT_LEAST_ONE += ("train_frequency", "target_network_frequency")
-AT_MOST_ONE = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
+AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
+AT_LEAST_1 += ("train_frequency", "target_network_frequency")
+AT_MOST_1 = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
 POSITIVE = ("learning_rate", "exploration_fraction")  # others may be 0, none negative
 FIXED = ("env_id", "num_envs", "buffer_size")  # what a resumed run cannot change
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # Adam's
@@ -202,8 +202,8 @@ class DQN:
         return {"q_values": q.detach().mean(), "td_loss": td_loss.detach()}
 
     def learn(self):
-        """One update. It draws random numbers outside of compiled functions, so that all modes draw the same ones, and
-        inside of the CUDA graph, so that each replay draws new ones.
+        """One update. Random numbers are drawn outside compiled functions: all modes then draw the same ones. They are
+        drawn inside the CUDA graph: each replay then draws new ones.
         """
         # float32 would skip rows
         uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.replay.storage)
@@ -297,13 +297,13 @@ class DQN:
         }
 
     def state_dict(self):
-        """All that a resumed run needs to continue bit by bit: copies on the CPU, but the replay buffer's memory."""
+        """What the learner needs to continue bit for bit: copies on the CPU, but the replay buffer's memory."""
         return tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), self.tensors()) | {
             "replay": self.replay.state_dict() if self.args.checkpoint_replay else {},
             "updates": self.updates,
             "numpy_rng": self.rng.bit_generator.state,
             "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all(),
+            "cuda_rng": torch.cuda.get_rng_state_all()[:1],  # of the device in use
         }
 
     def load_state_dict(self, state):
@@ -406,7 +406,7 @@ class FlatNetwork:
             raise ValueError("flat networks learn all of their parameters: register frozen ones as buffers")
         self.shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
         self.tied = len(self.shapes) < len(list(first.named_parameters(remove_duplicate=False)))
-        self.sizes = []  # of each parameter, and of the gap behind it
+        self.sizes = []  # of each parameter, and of the padding behind it
         for shape in self.shapes.values():
             size = len(self.members) * shape.numel()
             self.sizes += [size, -size % 16]
@@ -427,7 +427,7 @@ class FlatNetwork:
     def views(self, weights):
         """Parameters by name as views of a flat vector; those of several members have a leading dimension."""
         lead = (len(self.members),) if self.several else ()
-        parameters = weights.split(self.sizes)[::2]  # without the gaps
+        parameters = weights.split(self.sizes)[::2]  # every other piece is padding
         views = {}
         for (name, shape), parameter in zip(self.shapes.items(), parameters, strict=True):
             if len(shape) == 2:
@@ -446,8 +446,7 @@ class FlatNetwork:
     def __call__(self, *inputs, weights=None):
         """The network's outputs, (batch, ...), or those of all members, (members, batch, ...)."""
         if weights is None and not self.batched and not torch.compiler.is_compiling():
-            outputs = [member(*inputs) for member in self.members]  # in eager mode functional_call costs time
-            return torch.stack(outputs) if self.several else outputs[0]
+            return self.stack([member(*inputs) for member in self.members])  # eager functional_call costs time
         views = self.views(self.weights if weights is None else weights)
         if not self.several:
             return self.call(views, *inputs)
@@ -455,7 +454,11 @@ class FlatNetwork:
             inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
             return vmap(self.call, randomness="different")(views, *inputs)
         members = zip(*map(self.unbind, views.values()), strict=True)
-        return torch.stack([self.call(dict(zip(views, member, strict=True)), *inputs) for member in members])
+        return self.stack([self.call(dict(zip(views, member, strict=True)), *inputs) for member in members])
+
+    def stack(self, outputs):
+        """The members' outputs with a leading dimension; a single network's as they are."""
+        return tree_map(lambda *tensors: torch.stack(tensors), *outputs) if self.several else outputs[0]
 
     def cpu_copy(self):
         """A copy of the network on the CPU, with parameters that are contiguous as torch.export likes them."""
@@ -468,8 +471,8 @@ class FlatNetwork:
 class Adam:
     """Adam (Kingma and Ba 2015, arXiv:1412.6980) for one flat vector.
 
-    Its attributes are tensors, and assignment fills them in place, so that CUDA graphs and checkpoints see the change:
-    `optimizer.lr = 1e-4` works at any time.
+    `optimizer.lr = 1e-4` works at any time: attributes are tensors, which assignment fills in place, so that CUDA
+    graphs and checkpoints see the change.
 
     torch.optim's Adam compiles too, but computes powers of the betas once per parameter: in float32 they are wrong in
     the fifth digit, in float64 they take 6% of a compiled update. Running products do without.
@@ -479,8 +482,8 @@ class Adam:
         self.lr = torch.as_tensor(lr, dtype=torch.float64, device=weights.device)
         self.m = torch.zeros_like(weights)
         self.v = torch.zeros_like(weights)
-        self.betas = torch.tensor((BETA1, BETA2), dtype=torch.float64, device=weights.device)
-        self.decay = torch.ones_like(self.betas)  # beta1**t and beta2**t after t steps
+        self._betas = torch.tensor((BETA1, BETA2), dtype=torch.float64, device=weights.device)
+        self.decay = torch.ones_like(self._betas)  # beta1**t and beta2**t after t steps
 
     def __setattr__(self, name, value):
         if name in vars(self) and torch.is_tensor(value):
@@ -494,18 +497,18 @@ class Adam:
 
     def step(self, weights, gradient):
         """Move `weights` one step against `gradient`, in place."""
-        self.decay.mul_(self.betas).clamp_(min=1e-30)  # denormal numbers, after 7000 steps, would be slow
+        self.decay.mul_(self._betas).clamp_(min=1e-30)  # denormal numbers, after 7000 steps, would be slow
         self.m.lerp_(gradient, 1 - BETA1)
         self.v.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
         correction1, correction2 = (1 - self.decay).unbind()
         root = correction2.sqrt()
-        # lr * m_hat / (sqrt(v_hat) + eps), with both corrections and lr moved into the denominator; right for lr = 0
+        # lr * m_hat / (sqrt(v_hat) + eps): the corrections and lr are in the denominator, also right for lr = 0
         denominator = self.v.sqrt().add_(EPS * root).mul_(correction1 / (self.lr * root))
         weights.addcdiv_(self.m, denominator, value=-1)
 
     def tensors(self):
-        """What a resumed run needs, by name: all but the learning rate, which comes from the arguments."""
-        return {name: tensor for name, tensor in vars(self).items() if name != "lr"}
+        """What a resumed run needs, by name: all but the learning rate and the betas, which are the script's."""
+        return {name: tensor for name, tensor in vars(self).items() if name not in ("lr", "_betas")}
 
 
 class Scalars:
@@ -852,16 +855,16 @@ def require_memory(args, name, bytes_each):
     """Refuse a count, argument `name`, of things that do not fit into memory, `bytes_each` each."""
     if not hasattr(os, "sysconf"):  # on Windows
         return
-    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
-    if getattr(args, name) * bytes_each > room:
-        refuse(name, getattr(args, name), f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
+    if getattr(args, name) * bytes_each > limit:
+        refuse(name, getattr(args, name), f"give at most {limit // bytes_each}, which takes {limit / 1e9:.0f} GB")
 
 
 def prepare(args):
     """Check the arguments, seed NumPy and torch, and return the device."""
     for name, value in vars(args).items():
-        low = 1 if name in AT_LEAST_ONE else 1e-12 if name in POSITIVE else 0
-        high = 1 if name in AT_MOST_ONE else 1e12
+        low = 1 if name in AT_LEAST_1 else 1e-12 if name in POSITIVE else 0
+        high = 1 if name in AT_MOST_1 else 1e12
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -869,7 +872,7 @@ def prepare(args):
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed)
+    np.random.seed(args.seed % 2**32)
     torch.manual_seed(args.seed)
     return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
 
@@ -932,10 +935,10 @@ class Run:
             refuse("run_dir", args.run_dir, f"give a folder that can be written ({one_line(error)})")
         self.step = 0
         self.episodes = 0
-        self.last_returns = []  # of the last 20 episodes
+        self.recent_returns = []  # of the last 20 episodes
         self.steady = None  # step and time when warm-up ended
         self.signal = None
-        self.bar = None
+        self.started = False
 
     def start(self, envs, learner):
         """Restore the learner if the run is resumed, and begin to log."""
@@ -944,10 +947,11 @@ class Run:
         if self.args.resume is not None:
             self.restore()
         self.log_step = self.saved_step = self.step
-        self.returns = np.zeros(self.args.num_envs)  # of the episodes under way
-        self.lengths = np.zeros(self.args.num_envs, int)
+        self.returns = np.zeros(self.args.num_envs)  # of the current episodes
+        self.first_steps = np.full(self.args.num_envs, self.step)
         space = envs.single_observation_space
-        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if space.dtype == np.uint8 else torch.float32)
+        is_image = space.dtype == np.uint8 and len(space.shape) > 1
+        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if is_image else torch.float32)
         with torch.no_grad():
             learner.policy().eval()(self.example)  # what does not match an edited network fails now
         packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
@@ -968,6 +972,7 @@ class Run:
         self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.bar.set_description("compiling" if self.config["compile"] else "warming up")
         self.start_time = self.log_time = time.perf_counter()
+        self.started = True
 
     def restore(self):
         """Continue from the checkpoint in --resume."""
@@ -980,7 +985,7 @@ class Run:
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
-            self.last_returns = checkpoint["returns"]
+            self.recent_returns = checkpoint["returns"]
         except (KeyError, RuntimeError, ValueError) as error:
             refuse("resume", self.args.resume, f"the checkpoint does not fit this script: {one_line(error)}")
         if self.step >= self.args.total_timesteps:
@@ -998,8 +1003,8 @@ class Run:
 
     def __enter__(self):
         signals = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
-        heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in heard}
+        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in handled}
         return self
 
     def on_signal(self, number, frame):
@@ -1021,7 +1026,6 @@ class Run:
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
-        self.lengths += 1
         for i in ended.nonzero()[0]:
             self.end_episode(i)
         if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
@@ -1032,12 +1036,13 @@ class Run:
     def end_episode(self, i):
         """Log the episode that is over in environment `i`."""
         self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
-        self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
-        self.last_returns = [*self.last_returns[-19:], float(self.returns[i])]
-        self.bar.set_postfix({"return": f"{np.mean(self.last_returns):.1f}"}, refresh=False)
+        length = (self.step - self.first_steps[i]) // self.args.num_envs
+        self.writer.add_scalar("charts/episodic_length", length, self.step)
+        self.recent_returns = [*self.recent_returns[-19:], float(self.returns[i])]
+        self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
         self.episodes += 1
         self.returns[i] = 0
-        self.lengths[i] = 0
+        self.first_steps[i] = self.step
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
@@ -1048,9 +1053,9 @@ class Run:
         self.log_time = now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
-        infinite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
-        if infinite:
-            self.end_at_nan(f"{infinite[0]} is {losses[infinite[0]]}", self.learner.state_dict())
+        non_finite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
+        if non_finite:
+            self.end_at_nan(f"{non_finite[0]} is {losses[non_finite[0]]}", self.learner.state_dict())
 
     def end_at_nan(self, what, state):
         """End the run with exit code 1 and a line that names the cause."""
@@ -1066,7 +1071,7 @@ class Run:
         if has_nan(state):
             self.end_at_nan("the checkpoint would hold a NaN", state)
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
-        checkpoint |= {"returns": self.last_returns, "learner": state}
+        checkpoint |= {"returns": self.recent_returns, "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         self.saved_step = self.step
         try:
@@ -1077,10 +1082,21 @@ class Run:
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def __exit__(self, kind, error, traceback):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        if self.bar is None:
-            return shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            if self.started:
+                self.finish(error)
+            else:
+                shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None and not isinstance(error, SystemExit):
+            if isinstance(error, Exception):
+                note(f"after the signal: {one_line(error)}")
+            raise SystemExit(128 + self.signal)
+
+    def finish(self, error):
+        """Write what a started run leaves behind; `error` is what ended it, or None."""
         end_time = time.perf_counter()
         try:
             if error is None or isinstance(error, Exception):
@@ -1095,15 +1111,11 @@ class Run:
             self.writer.close()
             with suppress(OSError):
                 self.bar.close()
-        if self.signal is not None and not isinstance(error, SystemExit):
-            if isinstance(error, Exception):
-                note(f"after the signal: {one_line(error)}")
-            raise SystemExit(128 + self.signal)
 
     def write_summary(self, end_time):
         """Write summary.json: the configuration, and what came of it."""
         steady_step, steady_time = self.steady or (self.step, end_time)
-        mean_return = float(np.mean(self.last_returns)) if self.last_returns else math.nan
+        mean_return = float(np.mean(self.recent_returns)) if self.recent_returns else math.nan
         results = {
             "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
             "global_step": self.step,

@@ -44,7 +44,7 @@ def without(algo, trick):
 def flat_adam(*calls):
     """`calls` of Adam in the script, each with the FlatNetwork whose parameters it is for."""
     init = """\
-        self.decay = torch.ones_like(self.betas)
+        self.decay = torch.ones_like(self._betas)
         parameters = list(flat.views(weights).values()) if flat else [weights]
         optimizer = torch.optim.Adam(parameters, self.lr, (BETA1, BETA2), EPS, capturable=weights.is_cuda)
         vars(self).update(flat=flat, parameters=parameters, optimizer=optimizer)
@@ -54,7 +54,7 @@ def flat_adam(*calls):
         for parameter, part in zip(self.parameters, parts, strict=True):
             parameter.grad = part
         return self.optimizer.step()
-        self.decay.mul_(self.betas)"""
+        self.decay.mul_(self._betas)"""
     return Trick(
         "flat_adam",
         "Adam.step",
@@ -62,8 +62,8 @@ def flat_adam(*calls):
         EAGER,
         (
             ("    def __init__(self, weights, lr):\n", "    def __init__(self, weights, lr, flat=None):\n"),
-            ("        self.decay = torch.ones_like(self.betas)  # beta1**t and beta2**t after t steps\n", init),
-            ("        self.decay.mul_(self.betas)", step),
+            ("        self.decay = torch.ones_like(self._betas)  # beta1**t and beta2**t after t steps\n", init),
+            ("        self.decay.mul_(self._betas)", step),
             ('vars(self).items() if name != "lr"', 'vars(self).items() if name != "lr" and torch.is_tensor(tensor)'),
             *((call, f"{call[:-1]}, {network})") for call, network in calls),
         ),

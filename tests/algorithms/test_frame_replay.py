@@ -103,7 +103,7 @@ def draw_all(replay, count):
 
 
 def assert_same_transitions(replay, naive):
-    """The same can be drawn from both, bit by bit, and nothing else."""
+    """The same can be drawn from both, bit for bit, and nothing else."""
     wanted = naive.columns()
     got = draw_all(replay, len(wanted["actions"]))
     assert got.keys() == wanted.keys()

@@ -30,8 +30,8 @@ FRESH_BATCHES = "test_replays_draw_fresh_batches"
 FROM_THE_HOST = "test_training_with_the_buffer_on_the_host_is_the_same_with_graphs"
 NEWEST = "test_the_host_acts_with_the_newest_parameters"
 STEP_COUNT = (
-    "self.decay.mul_(self.betas)",
-    "self.m.steps = getattr(self.m, 'steps', 0) + 1\n        self.decay.copy_(self.betas**self.m.steps)",
+    "self.decay.mul_(self._betas)",
+    "self.m.steps = getattr(self.m, 'steps', 0) + 1\n        self.decay.copy_(self._betas**self.m.steps)",
 )
 CURSOR = (
     "self.stored.add_(count)",

@@ -1,4 +1,4 @@
-"""`train` on the emulated CUDA device leaves the same, bit by bit, with and without graphs, at once and late."""
+"""`train` on the emulated CUDA device leaves the same, bit for bit, with and without graphs, at once and late."""
 
 from unittest.mock import patch
 

@@ -148,7 +148,7 @@ def check_one_graph(make_turbo, monkeypatch):
 
 
 def check_graphs(make_turbo):
-    """CUDA graphs do bit by bit what eager code does, on the emulated device."""
+    """CUDA graphs do bit for bit what eager code does, on the emulated device."""
     with emulated_cuda():
         eager, graphed = make_turbo(device="cuda"), make_turbo(device="cuda", cudagraphs=True)
         for network in flat_networks(eager).values():
@@ -166,7 +166,7 @@ def check_graphs(make_turbo):
 
 
 def check_run(module, title, folder):
-    """A short run trains, is resumed, and exports its policy; a learner is restored bit by bit."""
+    """A short run trains, is resumed, and exports its policy; a learner is restored bit for bit."""
     algorithm, _ = hunks(title)
     sizes = {"num_steps": 32, "num_minibatches": 2, "update_epochs": 2}
     if algorithm != "ppo":

@@ -90,6 +90,22 @@ def test_a_second_signal_after_a_second_interrupts_at_once(either, tmp_path, mon
     assert ended.value.code == 130 and not (folder / "checkpoint.pt").exists()
 
 
+def test_a_second_signal_within_a_second_leaves_the_checkpoint_alone(either, tmp_path, monkeypatch):
+    write = either.replace_file
+
+    def write_interrupted(path, content):
+        signal.raise_signal(signal.SIGINT)
+        write(path, content)
+
+    monkeypatch.setattr(either, "replace_file", write_interrupted)
+    interrupt = lambda learner, losses, step: signal.raise_signal(signal.SIGINT)  # noqa: E731
+    with pytest.raises(SystemExit) as ended:
+        train(either, either.Args(**tiny(either), total_timesteps=1000, run_dir=str(tmp_path)), on_log=interrupt)
+    (folder,) = tmp_path.iterdir()
+    assert ended.value.code == 130 and checkpoint_step(folder) == summary(folder)["global_step"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
     """nohup starts a program that way."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -89,7 +89,7 @@ def test_flags(script):
     assert turbo or not names & TURBO_ONLY
     for name in names:
         assert re.search(rf"args\.{name}\b", source), f"--{name} has no effect"
-    limits = {"AT_LEAST_ONE", "AT_MOST_ONE", "POSITIVE", "FIXED"}
+    limits = {"AT_LEAST_1", "AT_MOST_1", "POSITIVE", "FIXED"}
     for node in tree.body:
         if isinstance(node, (ast.Assign, ast.AugAssign)):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
