@@ -281,7 +281,7 @@ def equal(one, other):
 
 
 def assert_same_state(got, wanted):
-    """Two `state_dict`s have the same entries, bit by bit."""
+    """Two `state_dict`s have the same entries, bit for bit."""
     got, wanted = dict(leaves(got)), dict(leaves(wanted))
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
