@@ -203,7 +203,7 @@ class DQN:
         """What the learner needs to continue bit for bit, on the CPU or on the device."""
         return {
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
-            "optimizers": {name: optimizer.state_dict()["state"] for name, optimizer in self.optimizers.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "replay": self.replay.state_dict() if self.args.checkpoint_replay else {},
             "updates": self.updates,
             "numpy_rng": self.rng.bit_generator.state,
@@ -216,7 +216,8 @@ class DQN:
         for name, network in self.networks.items():
             network.load_state_dict(state["networks"][name])
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizers"][name]})
+            own_rates = {"param_groups": optimizer.state_dict()["param_groups"]}
+            optimizer.load_state_dict(state["optimizers"][name] | own_rates)
         if state["replay"]:
             self.replay.load_state_dict(state["replay"])
         else:

@@ -292,7 +292,7 @@ class PPO:
         """What the learner needs to continue bit for bit, on the CPU or on the device."""
         return {
             "networks": {"agent": self.agent.state_dict()},
-            "optimizers": {"agent": self.optimizers["agent"].state_dict()["state"]},
+            "optimizers": {"agent": self.optimizers["agent"].state_dict()},
             "updates": self.updates,
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all()[:1],  # of the device in use
@@ -302,7 +302,8 @@ class PPO:
         """Continue from what `state_dict` returned."""
         self.agent.load_state_dict(state["networks"]["agent"])
         optimizer = self.optimizers["agent"]
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizers"]["agent"]})
+        own_rates = {"param_groups": optimizer.state_dict()["param_groups"]}
+        optimizer.load_state_dict(state["optimizers"]["agent"] | own_rates)
         self.updates = state["updates"]
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])

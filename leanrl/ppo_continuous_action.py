@@ -299,7 +299,7 @@ class PPO:
         """What the learner needs to continue bit for bit, on the CPU or on the device."""
         return {
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
-            "optimizers": {name: optimizer.state_dict()["state"] for name, optimizer in self.optimizers.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "normalizer": self.normalizer.tensors(),
             "updates": self.updates,
             "rng": torch.get_rng_state(),
@@ -311,7 +311,8 @@ class PPO:
         for name, network in self.networks.items():
             network.load_state_dict(state["networks"][name])
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizers"][name]})
+            own_rates = {"param_groups": optimizer.state_dict()["param_groups"]}
+            optimizer.load_state_dict(state["optimizers"][name] | own_rates)
         for name, tensor in self.normalizer.tensors().items():
             tensor.copy_(state["normalizer"][name])
         self.updates = state["updates"]

@@ -239,7 +239,7 @@ class TD3:
         """What the learner needs to continue bit for bit, on the CPU or on the device."""
         return {
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
-            "optimizers": {name: optimizer.state_dict()["state"] for name, optimizer in self.optimizers.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "replay": self.replay.state_dict(),
             "updates": self.updates,
             "rng": torch.get_rng_state(),
@@ -251,7 +251,8 @@ class TD3:
         for name, network in self.networks.items():
             network.load_state_dict(state["networks"][name])
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": state["optimizers"][name]})
+            own_rates = {"param_groups": optimizer.state_dict()["param_groups"]}
+            optimizer.load_state_dict(state["optimizers"][name] | own_rates)
         self.replay.load_state_dict(state["replay"])
         self.updates = state["updates"]
         torch.set_rng_state(state["rng"])

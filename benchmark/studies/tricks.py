@@ -64,7 +64,7 @@ def flat_adam(*calls):
             ("    def __init__(self, weights, lr):\n", "    def __init__(self, weights, lr, flat=None):\n"),
             ("        self.decay = torch.ones_like(self._betas)  # beta1**t and beta2**t after t steps\n", init),
             ("        self.decay.mul_(self._betas)", step),
-            ('vars(self).items() if name != "lr"', 'vars(self).items() if name != "lr" and torch.is_tensor(tensor)'),
+            ('if name not in ("lr", "_betas")', 'if name not in ("lr", "_betas") and torch.is_tensor(tensor)'),
             *((call, f"{call[:-1]}, {network})") for call, network in calls),
         ),
     )
