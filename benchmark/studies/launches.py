@@ -5,9 +5,8 @@
 
 What is counted is `train` itself, in steady state and with the scripts' defaults, save for a small replay buffer, an
 early start of learning, for DQN no random actions, and for Atari's DQN and SAC target networks that move in time to be
-counted. Eager code and CUDA graphs run on the emulated CUDA device of tests/cuda/emulated_cuda.py. Compiled code runs
-on the CPU: kernels are those that inductor makes for it, called from Python as on CUDA. There it fuses differently; the
-matmuls are much the same.
+counted. All modes run on the emulated CUDA device of tests/cuda/emulated_cuda.py. Compiled code is what inductor
+generates for an H100 (tests/cuda/generated_cuda.py, which needs triton); its kernels are counted and not executed.
 
 "leanrl_2024" in results/launches.json is what the LeanRL of 2024 costs, and how that was counted; --write leaves it
 as it is.
@@ -20,11 +19,8 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import torch
-from torch._inductor.async_compile import AsyncCompile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmark import ROOT
 from benchmark.algorithms import ALGORITHMS
@@ -33,11 +29,14 @@ from benchmark.results import RESULTS
 from benchmark.scripts import Enough, before_each_log, load
 
 sys.path.insert(0, str(ROOT / "tests" / "cuda"))
-from emulated_cuda import emulated_cuda, tensors_in, traits
+from emulated_cuda import emulated_cuda
 
 DATA = RESULTS / "launches.json"
-MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
-MODES = {"eager": {}, "cudagraphs": {"cudagraphs": True}, "compile": {"compile": True, "cuda": False}}
+MODES = {
+    "eager": {},
+    "cudagraphs": {"cudagraphs": True},
+    "compile + cudagraphs": {"compile": True, "cudagraphs": True},
+}
 EARLY = {"learning_starts": 190, "buffer_size": 1000}
 EARLY_ATARI = EARLY | {"target_network_frequency": 100}
 GREEDY = {"start_e": 0.0, "end_e": 0.0}
@@ -53,7 +52,19 @@ RUNS = {  # flags, and how many steps to count: whole periods of all that is not
 PARTS = ("update", "update_target", "losses")  # methods that are counted by themselves; all else is the step
 WIDE = ("sac_continuous_action", "td3_continuous_action")  # whose updates' matmuls are 256 by 256 by 256 or so
 NODE_US, MATMUL_US = (2, 2.5), (5, 6)  # an estimate for an H100-class card, see doc/speed.md
-COLUMNS = ("operators", "matmuls", "kernels", "replays", "nodes", "h2d", "h2d bytes", "d2h", "d2h bytes", "waits")
+COLUMNS = (
+    "operators",
+    "matmuls",
+    "kernels",
+    "replays",
+    "nodes",
+    "fills",
+    "h2d",
+    "h2d bytes",
+    "d2h",
+    "d2h bytes",
+    "waits",
+)
 
 
 @dataclass
@@ -117,73 +128,19 @@ def per(count, calls):
     return count // calls if count % calls == 0 else count / calls
 
 
-class Operators(TorchDispatchMode):
-    """Counts matmuls, convolutions and, where no device does it, operators, those that compiled code calls too."""
-
-    def __init__(self, counts, on_device):
-        super().__init__()
-        self.counts = counts
-        self.on_device = on_device
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if not self.on_device:
-            self.counts["operators"] += computes(operator, args)
-        if not self.on_device or any(tensor.is_cuda for tensor in tensors_in(args)):
-            self.counts["matmuls"] += operator.overloadpacket.__name__ in MATMULS
-        return operator(*args, **(kwargs or {}))
-
-
-def computes(operator, args):
-    """Whether an operator on the CPU would be a launch on a device: a view is none, nor what is a copy to it there."""
-    kind, _, _ = traits(operator)
-    onto_itself = operator is torch.ops.aten.copy_.default and args[0].data_ptr() == args[1].data_ptr()
-    return kind in ("computes", "writes") and not onto_itself
-
-
-@contextlib.contextmanager
-def counted_kernels(counts):
-    """Let compiled code count the kernels it calls."""
-    compile_, pybinding = torch.compile, AsyncCompile.cpp_pybinding
-
-    def compile_to_python(*args, options, **kwargs):
-        return compile_(*args, options=options | {"cpp_wrapper": False}, **kwargs)
-
-    def counting_pybinding(self, *args):
-        kernel = pybinding(self, *args)
-
-        def call(*args):
-            counts["kernels"] += 1
-            return kernel(*args)
-
-        return call
-
-    with (
-        torch._inductor.config.patch(compile_threads=1),  # so that `pybinding` returns the kernel itself
-        patch.object(torch, "compile", compile_to_python),
-        patch.object(AsyncCompile, "cpp_pybinding", counting_pybinding),
-    ):
-        yield
-    torch._dynamo.reset()
-
-
 def count(algo, mode):
     """What `train` does in steady state, by part: see `Steady.per_call`."""
     script = load(f"{algo}_torchcompile")
     flags, steps = RUNS[algo]
     with contextlib.ExitStack() as stack:
-        if mode == "compile":
-            counts = Counter()
-            stack.enter_context(counted_kernels(counts))
-        else:
-            counts = stack.enter_context(emulated_cuda()).counts
-        stack.enter_context(Operators(counts, on_device=mode != "compile"))
+        device = stack.enter_context(emulated_cuda())
+        if MODES[mode].get("compile"):
+            from generated_cuda import compiled_for_cuda  # needs triton
+
+            stack.enter_context(compiled_for_cuda(execute=False))
         run_dir = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        steady = Steady(counts, steps)
+        steady = Steady(device.counts, steps)
         with contextlib.suppress(Enough):
             script.train(script.Args(run_dir=run_dir, **flags, **MODES[mode]), on_start=steady)
     return steady.per_call()
@@ -219,7 +176,7 @@ def microseconds(algo, parts, matmuls):
     if ALGORITHMS[algo].atari:  # nobody has timed its convolutions
         return ""
     wide = matmuls * (algo in WIDE)
-    launches = ("operators", "kernels", "nodes")
+    launches = ("operators", "kernels", "nodes", "fills")
     times = []
     for node, matmul in zip(NODE_US, MATMUL_US, strict=True):
         cost = {part: node * sum(parts[part].get(name, 0) for name in launches) for part in ("update", "step")}
@@ -231,8 +188,8 @@ def microseconds(algo, parts, matmuls):
 def row(name, algo, mode, modes):
     """A line of the table: `modes` has the counts of a script by mode."""
     parts = modes[mode]
-    matmuls = modes["eager"] if mode == "cudagraphs" else parts  # a graph replays what eager code launches
-    cells = [cell(parts, column) for column in ("operators", "kernels", "replays", "nodes")]
+    matmuls = parts if "matmuls" in parts["update"] else modes["eager"]  # LeanRL's were counted in eager code alone
+    cells = [cell(parts, column) for column in ("operators", "replays", "nodes", "kernels", "fills")]
     cells += [cell(matmuls, "matmuls"), cell(parts, "h2d", "h2d bytes"), cell(parts, "d2h", "d2h bytes")]
     cells += [cell(parts, "waits"), microseconds(algo, parts, matmuls["update"]["matmuls"]) if mode != "eager" else ""]
     return f"| {name} | {mode} | {' | '.join(cells)} |"
@@ -241,9 +198,9 @@ def row(name, algo, mode, modes):
 def table(data):
     """A Markdown table: in each cell an update + an environment step."""
     lines = [
-        "| update + step | mode | operators | fused kernels | graph replays | operators in graphs "
+        "| update + step | mode | operators | graph replays | operators in graphs | fused kernels in graphs | fills "
         "| matmuls and convolutions among all | copies in | copies out | waits | GPU, us per step (estimate) |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for algo, modes in data["scripts"].items():
         lines += [row(ALGORITHMS[algo].title, algo, mode, modes) for mode in modes]

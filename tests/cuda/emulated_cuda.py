@@ -7,7 +7,7 @@
 Operators are queued, as on a card, and computed by the CPU's kernels: at once, or `late`, when the host waits and not
 before. What a program computes may not depend on that: where the two differ, a wait is missing. Tensors hold real
 memory, which is NaN until it is written, NaN in the host's copy until the copy has run, and NaN again where somebody
-frees what a graph still reads. doc/testing_cuda_graphs.md has the rules, and what cannot be seen this way.
+frees what a graph still reads. doc/cuda_without_a_gpu.md has the rules, and what cannot be seen this way.
 
 This file needs nothing but torch: it can be copied.
 """
@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 aten = torch.ops.aten
 DEVICE = None  # the emulated device, while there is one
+OPERATOR = {"operators": 1}
+MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 CAPTURING = "operation not permitted when stream is capturing"
 CUDA, CPU, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
 
@@ -30,12 +32,14 @@ CUDA, CPU, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("me
 class Device:
     """The state of the emulated device.
 
-    `counts` has operators launched by themselves, graph replays and the operators in them ("nodes"), copies and bytes
-    to the device ("h2d") and from it ("d2h"), and how often the host waited.
+    `counts` has operators launched by themselves, graph replays and the operators in them ("nodes"), how many of both
+    are matmuls or convolutions, copies and bytes to the device ("h2d") and from it ("d2h"), and how often the host
+    waited. A replay of a graph that draws random numbers first launches two "fills", of their seed and offset.
     """
 
-    def __init__(self, late, seed):
+    def __init__(self, late, seed, draws_like_cpu):
         self.late = late
+        self.draws_like_cpu = draws_like_cpu
         self.streams = []
         self.order = random.Random(seed)  # in which streams run that do not wait for each other
         self.capture = None
@@ -44,26 +48,19 @@ class Device:
         self.sync_debug_mode = "default"
         self.counts = Counter()
 
-    def enqueue(self, run, prepare=None, copied=None):
+    def enqueue(self, run, prepare=None, counts=OPERATOR):
         """Queue `run` on the current stream, or record it in the graph that is being captured.
 
-        `prepare` is what the host does at each launch: it returns arguments for `run`. `copied` is the direction and
-        the number of bytes of a copy.
+        `prepare` is what the host does at each launch: it returns arguments for `run`. `counts` is what a launch counts
+        as, by name.
         """
         if self.capture is not None and self.current in self.capture.streams:
-            self.capture.work.append((run, prepare, copied))
+            self.capture.work.append((run, prepare, counts))
             if self.current is not self.capture.origin:
                 self.capture.unjoined.add(self.current)
             return
-        self.count("operators", copied)
+        self.counts.update(counts)
         self.current.push(partial(run, *prepare()) if prepare else run)
-
-    def count(self, what, copied):
-        if copied is None:
-            self.counts[what] += 1
-        else:
-            direction, size = copied
-            self.counts.update({direction: 1, f"{direction} bytes": size})
 
     def wait(self, streams, operator=None):
         """The host waits until `streams` have done all that was launched on them so far."""
@@ -261,8 +258,9 @@ class CUDAGraph:
         if self.memory is None:
             raise RuntimeError("replay of a graph that was not captured")
         DEVICE.counts["replays"] += 1
-        for _, _, copied in self.work:
-            DEVICE.count("nodes", copied)
+        for _, _, counts in self.work:
+            DEVICE.counts.update({"nodes" if name == "operators" else name: n for name, n in counts.items()})
+        DEVICE.counts["fills"] += 2 * any(prepare == DEVICE.next_random for _, prepare, _ in self.work)
         ready = [partial(poison, memory) for memory in self.reused]
         ready += [partial(run, *prepare()) if prepare else run for run, prepare, _ in self.work]
 
@@ -515,7 +513,9 @@ def launch(operator, args, kwargs, kind, random_numbers):
             for output, value in zip(outputs, tensors_in([computed]), strict=True):
                 output.copy_(value)
 
-    DEVICE.enqueue(run, DEVICE.next_random if random_numbers else None)
+    own_numbers = random_numbers and not DEVICE.draws_like_cpu
+    counts = OPERATOR | {"matmuls": 1} if operator.overloadpacket.__name__ in MATMULS else OPERATOR
+    DEVICE.enqueue(run, DEVICE.next_random if own_numbers else None, counts)
     return results
 
 
@@ -585,7 +585,7 @@ def copy_(target, source, non_blocking=False):
             if DEVICE.capture is not None:
                 raise RuntimeError(f"{CAPTURING}: a copy from memory that is not pinned")
             source = source.clone()
-        DEVICE.enqueue(partial(target.memory.copy_, source), copied=("h2d", source.nbytes))
+        DEVICE.enqueue(partial(target.memory.copy_, source), counts={"h2d": 1, "h2d bytes": source.nbytes})
     else:
         pinned = non_blocking and is_direct(target, source)
         if DEVICE.capture is not None and not pinned:
@@ -597,7 +597,7 @@ def copy_(target, source, non_blocking=False):
                     poison(target)
             return ()
 
-        DEVICE.enqueue(partial(target.copy_, source.memory), spoil, copied=("d2h", target.nbytes))
+        DEVICE.enqueue(partial(target.copy_, source.memory), spoil, counts={"d2h": 1, "d2h bytes": target.nbytes})
         if not pinned:
             DEVICE.wait([DEVICE.current], None if non_blocking else "a copy to the host")
     return target
@@ -690,15 +690,16 @@ def outside(function):
 
 
 @contextlib.contextmanager
-def emulated_cuda(late=True, seed=0):
+def emulated_cuda(late=True, seed=0, draws_like_cpu=False):
     """Within it there is a CUDA device, which it yields, a `Device`.
 
     `late`: operators run when the host waits for them, not when they are launched. `seed` chooses the order in which
-    streams run that do not wait for each other.
+    streams run that do not wait for each other. `draws_like_cpu`: random operators draw the numbers that they would
+    draw on the CPU, to compare a run there with one here; not with `late` or graphs.
     """
     global DEVICE
     outer = DEVICE
-    DEVICE = device = Device(late, seed)
+    DEVICE = device = Device(late, seed, draws_like_cpu)
     device.current = device.default = Stream()
     device.allocator = Stream()
     stand_ins = {

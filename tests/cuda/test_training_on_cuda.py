@@ -1,5 +1,6 @@
 """`train` on the emulated CUDA device leaves the same, bit for bit, with and without graphs, at once and late."""
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import conftest
@@ -43,14 +44,17 @@ def batched(script):
     return patch.object(script.FlatNetwork, "__init__", always)
 
 
-def train(script, folder, late, cudagraphs, seed, settings):
-    """What a run leaves that is resumed half-way: logged losses and, by path, all that is in its checkpoints."""
+def train(script, folder, device, cudagraphs, seed, settings):
+    """What a run leaves that is resumed half-way: logged losses and, by path, all that is in its checkpoints.
+
+    `device` is a context: an emulated device, or none.
+    """
     kwargs = SIZES[algorithm(script)] | settings | {"seed": seed, "cudagraphs": cudagraphs, "run_dir": str(folder)}
     steps = kwargs["total_timesteps"]
     losses = []
     checkpoints = {}
     often = patch.object(script, "LOG_INTERVAL", 7, create=True)  # odd, so that each kind of update is logged
-    with emulated_cuda(late, seed), often, batched(script):
+    with device, often, batched(script):
         for part in (1, 2):
             args = script.Args(**kwargs | {"total_timesteps": part * steps, "checkpoint_interval": 32})
             args.resume = str(*checkpoints) or None
@@ -69,7 +73,7 @@ def check_training(script, folder, seed=1, settings=None, runs=RUNS):
     results = []
     for cudagraphs, late in runs:
         own = folder / f"{cudagraphs}-{late}"
-        results.append(train(script, own, late, cudagraphs, seed, settings or {}))
+        results.append(train(script, own, emulated_cuda(late, seed), cudagraphs, seed, settings or {}))
     for losses, state in results[1:]:
         assert len(losses) > 2 and losses == results[0][0]
         assert_same_state(dict(state), dict(results[0][1]))
@@ -78,3 +82,23 @@ def check_training(script, folder, seed=1, settings=None, runs=RUNS):
 @pytest.mark.parametrize(("name", "seed", "settings"), SETTINGS)
 def test_training_is_the_same_in_all_modes_and_schedules(name, seed, settings, tmp_path):
     check_training(TURBO[name], tmp_path, seed, settings, RUNS if seed == 1 else [RUNS[0], RUNS[-1]])
+
+
+def check_against_cpu(script, folder, settings):
+    """A run on the device sees the same observations and learns the same as one on the CPU, up to rounding."""
+    device = emulated_cuda(late=False, draws_like_cpu=True)
+    losses, state = train(script, folder / "cuda", device, False, 1, settings)
+    losses_on_cpu, state_on_cpu = train(script, folder / "cpu", nullcontext(), False, 1, settings)
+    assert len(losses) == len(losses_on_cpu) > 2
+    for (step, values), (step_on_cpu, values_on_cpu) in zip(losses, losses_on_cpu, strict=True):
+        assert step == step_on_cpu and values == pytest.approx(values_on_cpu, rel=1e-2, abs=1e-4)
+    on_cpu = dict(state_on_cpu)
+    for name, value in state:
+        if ".replay." in name or ".normalizer." in name:
+            torch.testing.assert_close(value, on_cpu[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", TURBO)
+def test_training_is_that_of_the_cpu(name, tmp_path):
+    """What never reaches the device goes unnoticed where runs on it are compared with each other."""
+    check_against_cpu(TURBO[name], tmp_path, {})

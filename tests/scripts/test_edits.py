@@ -21,6 +21,7 @@ from conftest import (
     saved,
 )
 from emulated_cuda import emulated_cuda
+from generated_cuda import compiled_for_cuda
 from test_ppo import fix_order, roll_out
 
 PAGE = (copies.ROOT / "doc" / "changing.md").read_text()
@@ -165,6 +166,18 @@ def check_graphs(make_turbo):
         assert graphed.updates >= graphed.warmup_updates
 
 
+def check_generated_code(make_turbo):
+    """What would run on a card computes what torch computes."""
+    with emulated_cuda(), compiled_for_cuda(check=True) as session:
+        learner = make_turbo(device="cuda", compile=True)
+        for i in range(2):
+            take_step(learner, i)
+            if hasattr(learner, "next_actions"):
+                learner.next_actions()
+        torch.cuda.synchronize()
+    assert session.errors and max(session.errors.values()) < 1e-5
+
+
 def check_run(module, title, folder):
     """A short run trains, is resumed, and exports its policy; a learner is restored bit for bit."""
     algorithm, _ = hunks(title)
@@ -197,6 +210,7 @@ def test_the_edit_works(title, tmp_path, monkeypatch):
         check_run(module, title, tmp_path / kind)
     make_turbo = partial(make, turbo, title)
     check_graphs(make_turbo)
+    check_generated_code(make_turbo)
     with monkeypatch.context() as patch:
         check_updates(make(plain, title), make_turbo(), patch)
     check_one_graph(make_turbo, monkeypatch)

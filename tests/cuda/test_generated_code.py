@@ -1,0 +1,165 @@
+"""What `--compile` runs on a card: generated, assembled and executed without one, as `train` calls it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock, patch
+
+import conftest
+import pytest
+from conftest import TURBO, assert_same_state, saved
+from emulated_cuda import emulated_cuda
+from test_training_on_cuda import OTHERS, SIZES, batched
+
+pytest.importorskip("triton")
+from generated_cuda import KERNEL, call_of, compiled_for_cuda, launches
+
+FUNCTIONS = {  # that are compiled
+    "sac": {"store_and_act", "update_critics", "update_actor"},
+    "td3": {"store_and_act", "update_critics", "update_actor"},
+    "dqn": {"store_and_update"},
+    "ppo": {"update_minibatch"},
+    "ppo_atari": {"decide", "update_minibatch"},
+    "dqn_atari": {"store", "act", "sample", "update_q"},
+    "sac_atari": {"store", "act", "sample", "update_networks"},
+}
+LEFT_TO_EAGER = {"convolution_backward"}  # operators that inductor does not generate: cuDNN's
+SHORT = {
+    "sac": {"total_timesteps": 56},
+    "td3": {"total_timesteps": 56},
+    "dqn": {"total_timesteps": 80},
+    "ppo": {"total_timesteps": 48},
+    "ppo_atari": {"num_steps": 4, "update_epochs": 1, "total_timesteps": 24},
+    "dqn_atari": {"learning_starts": 16, "total_timesteps": 36},
+    "sac_atari": {"learning_starts": 16, "total_timesteps": 36},
+}
+OTHERS = OTHERS | {"dqn_atari": OTHERS["dqn_atari"] | {"total_timesteps": 24}}  # with an update in each step
+QUICK = ("dqn",)
+
+
+CASES = [
+    pytest.param(name, kwargs, marks=[] if name in QUICK and not kwargs else [pytest.mark.thorough])
+    for name in TURBO
+    for kwargs in ({}, OTHERS[name])
+]
+each_case = pytest.mark.parametrize(("name", "settings"), CASES)
+
+
+def train(name, settings, folder, late=True, compile=True, **session):
+    """A short run on the emulated device; returns its losses, its learner's state and the `Session`."""
+    script = TURBO[name]
+    kwargs = SIZES[name] | SHORT[name] | settings | {"compile": compile, "cudagraphs": compile}
+    args = script.Args(**kwargs, run_dir=str(folder))
+    losses, runs = [], []
+    often = patch.object(script, "LOG_INTERVAL", 3, create=True)
+    no_policy = patch("torch.export.export", Mock(side_effect=RuntimeError("to save time")))
+    with emulated_cuda(late), often, no_policy, batched(script), compiled_for_cuda(**session) as programs:
+        log = lambda learner, values, step: losses.append(values)  # noqa: E731
+        conftest.train(script, args, on_log=log, on_start=runs.append)
+        return losses, saved(runs[0].learner), programs
+
+
+@each_case
+def test_training_runs_generated_code(name, settings, tmp_path):
+    """Each call computes what torch computes. A run is the same in both schedules, and near one of eager code."""
+    eager, *_ = train(name, settings, tmp_path, compile=False)
+    losses, state, programs = train(name, settings, tmp_path, check=True)
+    assert programs.errors.keys() == FUNCTIONS[name]
+    print(name, programs.errors)
+    assert max(programs.errors.values()) < 1e-5, programs.errors
+    for got, wanted in zip(losses, eager, strict=True):
+        assert got == pytest.approx(wanted, rel=1e-2, abs=1e-3)
+    losses_at_once, state_at_once, _ = train(name, settings, tmp_path, late=False)
+    assert losses_at_once == losses
+    assert_same_state(state_at_once, state)
+
+
+@each_case
+def test_generated_code_stays_on_the_card(name, settings, tmp_path):
+    """No tensor of the host, and no operator that is left to eager code, but those that are known."""
+    *_, programs = train(name, settings, tmp_path, execute=False)
+    assert {function for function, _ in programs.codes} == FUNCTIONS[name]
+    for function, code in programs.codes:
+        assert "cpu" not in call_of(code), function
+        assert set(re.findall(r"torch\.ops\.\w+\.(\w+)\.\w+\(", call_of(code))) <= LEFT_TO_EAGER, function
+        assert launches(code)["kernels"] >= len(KERNEL.findall(code)) > 0, function
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "dqn" else [pytest.mark.thorough]) for name in TURBO]
+)
+def test_kernels_are_assembled(name, capability, tmp_path):
+    """For A100, H100 and B200, with all block sizes that inductor would try."""
+    *_, programs = train(name, {}, tmp_path / "runs", execute=False, capability=capability)
+    for i, (function, code) in enumerate(programs.codes):
+        (tmp_path / f"{i}_{function}.py").write_text(code)
+    script = Path(__file__).with_name("generated_cuda.py")
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    result = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    counts = [int(count) for count in re.findall(r"(\d+) kernels", result.stdout)]
+    assert counts == [len(KERNEL.findall(code)) for _, code in programs.codes]
+
+
+def without_a_mask(code):
+    return re.sub(r"xmask = xindex < xnumel", "xmask = tl.full([XBLOCK], True, tl.int1)", code, count=1)
+
+
+def with_swapped_arguments(code):
+    """In the first launch of a kernel that reads a tensor and writes another one."""
+    return re.sub(r"(triton_\w+\.run\()(\w+), (\w+), ", r"\1\3, \2, ", code, count=1)
+
+
+def without_a_launch(code):
+    return re.sub(r"^ +triton_\w+\.run\(.*\n", "", code, count=1, flags=re.M)
+
+
+def with_a_reused_buffer(code):
+    """One whose numbers are still needed is taken for another one, as wrong memory planning would do."""
+    lines = code.splitlines(keepends=True)
+    found = [re.match(r" *(buf\d+) = empty_strided_cuda\((.*)\)$", line) for line in lines]
+    buffers = [(i, *match.groups()) for i, match in enumerate(found) if match]
+    for i, needed, size in buffers:
+        for j, _, other_size in buffers:
+            calls = [line for line in lines[j:] if ".run(" in line or "extern_kernels" in line]
+            if i < j and size == other_size and any(re.search(rf"\b{needed}\b", line) for line in calls[1:]):
+                lines[j] = lines[j].replace(f"empty_strided_cuda({size})", needed)
+                return "".join(lines)
+    return code
+
+
+def with_another_axis(code):
+    """A sum over the wrong one of two axes."""
+    return re.sub(r"tl\.sum\((\w+), 1\)\[:, None\]", r"tl.sum(\1, 0)[None, :]", code, count=1)
+
+
+def with_another_constant(code):
+    """Adam's second beta."""
+    return code.replace("0.999", "0.99")
+
+
+MUTANTS = [without_a_mask, with_swapped_arguments, without_a_launch, with_a_reused_buffer, with_another_axis]
+MUTANTS += [with_another_constant]
+
+
+@pytest.mark.parametrize("mutate", MUTANTS)
+@pytest.mark.parametrize("name", [pytest.param("dqn"), pytest.param("td3", marks=pytest.mark.thorough)])
+def test_wrong_code_is_noticed(name, mutate, tmp_path):
+    changed = []
+
+    def edit(code):
+        changed.append(mutate(code) != code)
+        return mutate(code)
+
+    try:
+        *_, programs = train(name, {}, tmp_path, check=True, edit=edit)
+    except Exception as error:  # an address outside of the tensors, shapes that do not fit, or NaN that ends the run
+        print(type(error).__name__, error)
+    except SystemExit as error:
+        assert str(error).startswith("error: step "), error
+    else:
+        assert max(programs.errors.values()) > 1e-4
+    assert any(changed)
