@@ -283,12 +283,8 @@ class Kernel:
 
     def __init__(self, name, source):
         heuristics = SimpleNamespace(inductor_meta=None)
-        recorded = SimpleNamespace(
-            **{
-                kind: self.recorder(heuristics)
-                for kind in ("pointwise", "reduction", "persistent_reduction", "foreach", "template", "user_autotune")
-            }
-        )
+        kinds = ("pointwise", "reduction", "persistent_reduction")
+        recorded = SimpleNamespace(**{kind: self.recorder(heuristics) for kind in kinds})
         source = re.sub(r"^triton_helpers\.set_driver_to_gpu\(\)$", "", source, flags=re.M)
         source = re.sub(r"^@triton_heuristics\.", "@triton_heuristics_recorded.", source, flags=re.M)
         file = f"<{name} {id(self)}>"  # under which triton finds the source
@@ -538,6 +534,8 @@ def error_beyond_rounding(got, wanted, exact):
         return 0.0
     undefined = wanted.isnan() & got.isnan()  # memory that nobody has written
     got, wanted, exact = (tensor.double().masked_fill(undefined, 0.0) for tensor in (got, wanted, exact))
+    if got.isnan().any():
+        return float("inf")
     rounding = (wanted - exact).abs().max()
     error = (got - exact).abs().max() - 10 * rounding
     return float(error.clamp(min=0.0) / exact.abs().max().clamp(min=0.1 if got.numel() < 100 else 1e-30))
