@@ -40,6 +40,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import compile_fx, graph
 from torch._inductor.debug import DebugContext
 from torch._inductor.runtime import triton_helpers, triton_heuristics
+from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -311,7 +312,9 @@ class Kernel:
         for name in self.names[len(args) :]:
             numel = given[name.lower().replace("block", "numel")]
             has_mask = f"{name[:-5].lower()}mask = tl.full(" not in self.source
-            largest = triton.next_power_of_2(numel) if has_mask else numel & -numel  # without one, it has to divide
+            largest = triton.next_power_of_2(numel)
+            if not has_mask:  # any block that a card may choose has to divide, and so may a larger one
+                largest = max(numel & -numel, min(largest, TRITON_MAX_BLOCK[name.removesuffix("BLOCK")]))
             blocks[name] = min(largest, 1024 if reduces else 2**18)  # in all at most 2**20 numbers
         grid = triton_heuristics.GridExpr.from_meta(self.meta, blocks).eval_slow(given | blocks)
         with MEMORY.only([x for x in args if torch.is_tensor(x)]):
