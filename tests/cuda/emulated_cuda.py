@@ -260,7 +260,8 @@ class CUDAGraph:
         DEVICE.counts["replays"] += 1
         for _, _, counts in self.work:
             DEVICE.counts.update({"nodes" if name == "operators" else name: n for name, n in counts.items()})
-        DEVICE.counts["fills"] += 2 * any(prepare == DEVICE.next_random for _, prepare, _ in self.work)
+        if any(prepare == DEVICE.next_random for _, prepare, _ in self.work):
+            DEVICE.counts["fills"] += 2
         ready = [partial(poison, memory) for memory in self.reused]
         ready += [partial(run, *prepare()) if prepare else run for run, prepare, _ in self.work]
 

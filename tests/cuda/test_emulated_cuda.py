@@ -149,6 +149,14 @@ class TestOneStream:
         expected = {"operators": 2, "d2h": 1, "d2h bytes": 16, "h2d": 3, "h2d bytes": 48, "replays": 2, "nodes": 4}
         assert dict(device.counts) == expected
 
+    def test_matmuls_and_the_fills_of_random_numbers_are_counted(self, device):
+        x = ones(2, 2)
+        device.counts.clear()
+        graph, _ = captured(lambda: torch.rand_like(x) @ x)
+        device.counts.pop("waits")
+        graph.replay()
+        assert dict(device.counts) == {"replays": 1, "nodes": 2, "matmuls": 1, "fills": 2}
+
 
 class TestCopies:
     def test_a_copy_from_pinned_memory_reads_it_when_it_runs(self):
