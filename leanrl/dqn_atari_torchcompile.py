@@ -698,10 +698,9 @@ def check_compile(args, device):
     """Refuse --compile without a compiler, and say so if --cudagraphs cannot be used."""
     if args.cudagraphs and device.type != "cuda":
         note("--cudagraphs needs a CUDA device; running without")
-    for name in ("compile_mode", "critic_compile_mode"):
-        mode = getattr(args, name, None)
-        if mode not in (None, "default") and not args.compile:
-            refuse(name, mode, "give --compile too")
+    for name, value in vars(args).items():
+        if name.endswith("compile_mode") and value not in (None, "default") and not args.compile:
+            refuse(name, value, "give --compile too")
     logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
     compiler = os.environ.get("CXX", "g++") if device.type == "cpu" else os.environ.get("CC", "gcc")
     if args.compile and not shutil.which(compiler):

@@ -160,8 +160,9 @@ def cuda_code(gm, inputs, capability=90, options=None):
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA) if torch.is_tensor(x) else x
             for x in inputs
         ]
-        for name, value in [*gm.named_parameters(), *gm.named_buffers()]:
-            raise NotImplementedError(f"a constant in the graph: {name}, {tuple(value.shape)}")
+        constants = [name for name, _ in [*gm.named_parameters(), *gm.named_buffers()]]
+        if constants:
+            raise NotImplementedError(f"constants in the graph: {', '.join(constants)}")
         kwargs = {"cudagraphs": compile_fx.BoxedBool(False), "is_inference": True}
         compiler = compile_fx._InProcessFxCompile()
         tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
