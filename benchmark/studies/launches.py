@@ -27,6 +27,7 @@ from benchmark.algorithms import ALGORITHMS
 from benchmark.arguments import parse
 from benchmark.results import RESULTS
 from benchmark.scripts import Enough, before_each_log, load
+from benchmark.studies.gpu_model import BEST, LAUNCHED, WORST, device_us
 
 sys.path.insert(0, str(ROOT / "tests" / "cuda"))
 from emulated_cuda import emulated_cuda
@@ -50,8 +51,6 @@ RUNS = {  # flags, and how many steps to count: whole periods of all that is not
     "sac_atari": (EARLY_ATARI, 100),
 }
 PARTS = ("update", "update_target", "losses")  # methods that are counted by themselves; all else is the step
-WIDE = ("sac_continuous_action", "td3_continuous_action")  # whose updates' matmuls are 256 by 256 by 256 or so
-NODE_US, MATMUL_US = (2, 2.5), (5, 6)  # an estimate for an H100-class card, see doc/speed.md
 COLUMNS = (
     "operators",
     "matmuls",
@@ -59,6 +58,7 @@ COLUMNS = (
     "replays",
     "nodes",
     "fills",
+    "bytes",
     "h2d",
     "h2d bytes",
     "d2h",
@@ -118,9 +118,14 @@ class Steady:
         """Counts of one call of each part, by part, and how many calls of it there are for a step."""
         return {
             part: {"calls per step": per(self.calls[part], self.steps)}
-            | {name: per(counts[name], self.calls[part]) for name in COLUMNS if counts[name]}
+            | {name: per(counts[name], self.calls[part]) for name in (*COLUMNS, *shapes(counts)) if counts[name]}
             for part, counts in self.parts.items()
         }
+
+
+def shapes(counts):
+    """The names under which matmuls are counted by size."""
+    return sorted(name for name in counts if name.startswith("matmul "))
 
 
 def per(count, calls):
@@ -160,52 +165,55 @@ def number(count):
     return f"{count:,.1f}".removesuffix(".0").replace(",", " ")
 
 
-def cell(parts, name, nbytes=None):
+def cell(parts, name, nbytes=None, unit=1):
     """What an update costs + what a step costs, with bytes where there are any; nothing if neither costs anything."""
     texts = []
     for part in ("update", "step"):
-        text = number(parts[part].get(name, 0))
+        text = number(parts[part].get(name, 0) / unit)
         if nbytes in parts[part]:
             text += f" ({number(parts[part][nbytes])} B)"
         texts.append(text)
     return " + ".join(texts) if any(name in parts[part] for part in ("update", "step")) else ""
 
 
-def microseconds(algo, parts, matmuls):
-    """What a card is expected to compute in a step, as "from to"; nothing for images. `matmuls`: those of an update."""
-    if ALGORITHMS[algo].atari:  # nobody has timed its convolutions
-        return ""
-    wide = matmuls * (algo in WIDE)
-    launches = ("operators", "kernels", "nodes", "fills")
-    times = []
-    for node, matmul in zip(NODE_US, MATMUL_US, strict=True):
-        cost = {part: node * sum(parts[part].get(name, 0) for name in launches) for part in ("update", "step")}
-        cost["update"] += (matmul - node) * wide
-        times.append(sum(cost[part] * parts[part]["calls per step"] for part in cost))
-    return " to ".join(f"{time:.0f}" for time in times)
+def like(parts, ours):
+    """Counts of LeanRL with what was not counted there: matmuls of our sizes, and our bytes per launch."""
+    filled = {}
+    for part in ("update", "step"):
+        launched, our_launched = (sum(x[part].get(name, 0) for name in LAUNCHED) for x in (parts, ours))
+        matmuls = parts[part].get("matmuls", 0) / ours[part].get("matmuls", 1)
+        sizes = {name: count * matmuls for name, count in ours[part].items() if name.startswith("matmul ")}
+        filled[part] = parts[part] | sizes | {"bytes": ours[part].get("bytes", 0) * launched / max(our_launched, 1)}
+    return filled
 
 
-def row(name, algo, mode, modes):
-    """A line of the table: `modes` has the counts of a script by mode."""
-    parts = modes[mode]
-    matmuls = parts if "matmuls" in parts["update"] else modes["eager"]  # LeanRL's were counted in eager code alone
-    cells = [cell(parts, column) for column in ("operators", "replays", "nodes", "kernels", "fills")]
-    cells += [cell(matmuls, "matmuls"), cell(parts, "h2d", "h2d bytes"), cell(parts, "d2h", "d2h bytes")]
-    cells += [cell(parts, "waits"), microseconds(algo, parts, matmuls["update"]["matmuls"]) if mode != "eager" else ""]
-    return f"| {name} | {mode} | {' | '.join(cells)} |"
+def estimates(parts):
+    """The least and the most microseconds that a card is expected to compute in a step, updates included."""
+    return [
+        sum(device_us(parts[part], matmul) * parts[part]["calls per step"] for part in ("update", "step"))
+        for matmul in (BEST, WORST)
+    ]
+
+
+def row(name, mode, parts, estimated):
+    """A line of the table; `estimated` are the counts that the estimate is made of."""
+    cells = [cell(parts, column) for column in ("operators", "replays", "nodes", "kernels", "fills", "matmuls")]
+    cells += [cell(parts, "bytes", unit=1e6), cell(parts, "h2d", "h2d bytes"), cell(parts, "d2h", "d2h bytes")]
+    estimate = " to ".join(f"{us:.0f}" for us in estimates(estimated)) if mode != "eager" else ""
+    return f"| {name} | {mode} | {' | '.join(cells)} | {cell(parts, 'waits')} | {estimate} |"
 
 
 def table(data):
     """A Markdown table: in each cell an update + an environment step."""
     lines = [
         "| update + step | mode | operators | graph replays | operators in graphs | fused kernels in graphs | fills "
-        "| matmuls and convolutions among all | copies in | copies out | waits | GPU, us per step (estimate) |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| matmuls and convolutions among all | MB read and written | copies in | copies out | waits | GPU, us per step (estimate) |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for algo, modes in data["scripts"].items():
-        lines += [row(ALGORITHMS[algo].title, algo, mode, modes) for mode in modes]
+        lines += [row(ALGORITHMS[algo].title, mode, parts, parts) for mode, parts in modes.items()]
         earlier = data["leanrl_2024"]["scripts"].get(algo, {})  # it had no DQN and no SAC for Atari
-        lines += [row("LeanRL of 2024", algo, mode, earlier) for mode in earlier]
+        lines += [row("LeanRL of 2024", mode, parts, like(parts, modes[mode])) for mode, parts in earlier.items()]
     return "\n".join(lines)
 
 

@@ -32,9 +32,10 @@ CUDA, CPU, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("me
 class Device:
     """The state of the emulated device.
 
-    `counts` has operators launched by themselves, graph replays and the operators in them ("nodes"), how many of both
-    are matmuls or convolutions, copies and bytes to the device ("h2d") and from it ("d2h"), and how often the host
-    waited. A replay of a graph that draws random numbers first launches two "fills", of their seed and offset.
+    `counts` has operators launched by themselves, graph replays and the operators in them ("nodes"), the bytes that
+    both read and write, how many of both are matmuls or convolutions and of what sizes (see `cost`), copies and bytes
+    to the device ("h2d") and from it ("d2h"), and how often the host waited. A replay of a graph that draws random
+    numbers first launches two "fills", of their seed and offset.
     """
 
     def __init__(self, late, seed, draws_like_cpu):
@@ -503,6 +504,7 @@ def launch(operator, args, kwargs, kind, random_numbers):
         return results  # nothing to compute, and so no kernel
 
     on_host = {name: CPU if name == "device" and value is not None else value for name, value in kwargs.items()}
+    operator_args = args
     # a host's number is read now, as an argument of the kernel
     args, on_host = replaced(args, frozen), {name: replaced(value, frozen) for name, value in on_host.items()}
     outputs = [] if kind == "writes" else [tensor.memory for tensor in tensors_in([results])]
@@ -515,9 +517,40 @@ def launch(operator, args, kwargs, kind, random_numbers):
                 output.copy_(value)
 
     own_numbers = random_numbers and not DEVICE.draws_like_cpu
-    counts = OPERATOR | {"matmuls": 1} if operator.overloadpacket.__name__ in MATMULS else OPERATOR
+    counts = cost(operator.overloadpacket.__name__, operator_args, results)
     DEVICE.enqueue(run, DEVICE.next_random if own_numbers else None, counts)
     return results
+
+
+def cost(name, args, results):
+    """What an operator counts as: bytes read and written, and for a matmul also "matmul BxMxNxK".
+
+    That is a batch of B products of M by K with K by N; a convolution counts as the product that it can be written as.
+    """
+    tensors = list(tensors_in([*args, results]))
+    sizes = [tensor.nbytes for tensor in tensors]
+    if "index" in name or name == "gather":  # reads or writes only a part of the tensor that it indexes
+        whole = tensors[0].nbytes
+        sizes = [min(size, max((other for other in sizes if other != whole), default=whole)) for size in sizes]
+    counts = Counter(operators=1, bytes=sum(sizes))
+    if name in MATMULS:
+        products = list(matmuls(name, args, results))
+        counts.update(matmuls=1, **Counter("matmul " + "x".join(map(str, product)) for product in products))
+    return counts
+
+
+def matmuls(name, args, results):
+    """The sizes (B, M, N, K) of the matmuls that an operator stands for."""
+    if "convolution" not in name:
+        *_, a, b = tensors_in(args)
+        yield (*a.shape[:-2], 1)[0], a.shape[-2], b.shape[-1], a.shape[-1]
+        return
+    weight = args[2] if "backward" in name else args[1]
+    output = args[0] if "backward" in name else results
+    sizes = 1, output.numel() // output.shape[1], weight.shape[0], weight[0].numel()
+    for needed in args[-1][:2] if "backward" in name else [True]:  # gradients of the input and of the weight
+        if needed:
+            yield sizes
 
 
 def allocate(meta):

@@ -20,9 +20,11 @@ import linecache
 import os
 import re
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from unittest import mock
@@ -44,6 +46,7 @@ from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, interpreter
@@ -155,7 +158,8 @@ def cuda_code(gm, inputs, capability=90, options=None):
         code, _ = lowering.codegen()
         raise Generated(getattr(code, "value", code))
 
-    with described_card(capability), torch._inductor.config.patch(options or {}), FakeTensorMode() as mode:
+    options = (options or {}) | {"profile_bandwidth": True}  # tells how many bytes a kernel reads and writes
+    with described_card(capability), torch._inductor.config.patch(options), FakeTensorMode() as mode:
         fakes = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA) if torch.is_tensor(x) else x
             for x in inputs
@@ -177,13 +181,6 @@ def cuda_code(gm, inputs, capability=90, options=None):
 def call_of(code):
     """The part of `cuda_code` that runs at each call, without comments."""
     return re.sub(r"^ *#.*\n", "", code[code.index("def call") :], flags=re.M)
-
-
-def launches(code):
-    """What one call of `cuda_code` launches: fused kernels, and operators of libraries, which all are matmuls."""
-    call = call_of(code)
-    matmuls = len(re.findall(r"extern_kernels\.\w+\(|torch\.ops\.\w+\.\w+\.\w+\(", call))
-    return {"kernels": len(re.findall(r"\btriton_\w+\.run\(", call)), "operators": matmuls, "matmuls": matmuls}
 
 
 def replace_devices(values):
@@ -332,12 +329,10 @@ class Libraries:
         result = extern_kernels.convolution(inputs, weight, *args, **kwargs)
         return result.contiguous(memory_format=cudnn_format(inputs, weight))
 
-
-def convolution_backward(gradient, inputs, weight, *args):
-    """aten.convolution_backward with the layouts of cuDNN."""
-    results = torch.ops.aten.convolution_backward.default(gradient, inputs, weight, *args)
-    form = cudnn_format(inputs, weight)
-    return tuple(x.contiguous(memory_format=form) if x is not None and x.dim() == 4 else x for x in results)
+    def convolution_backward(self, gradient, inputs, weight, *args):
+        results = torch.ops.aten.convolution_backward.default(gradient, inputs, weight, *args)
+        form = cudnn_format(inputs, weight)
+        return tuple(x.contiguous(memory_format=form) if x is not None and x.dim() == 4 else x for x in results)
 
 
 def empty_strided(shape, stride, dtype):
@@ -346,14 +341,24 @@ def empty_strided(shape, stride, dtype):
     return memory
 
 
-ON_THE_CPU = {
-    "torch.cuda._DeviceGuard(0)": "nullcontext()",
-    "torch.cuda.set_device(0)": "pass",
-    "get_raw_stream(0)": "0",
-    "device='cuda:0'": "device='cpu'",
-    "device(type='cuda', index=0)": "device('cpu')",
-    "torch.ops.aten.convolution_backward.default(": "convolution_backward(",
-}
+def function(code, kernels, libraries, empty_strided, device="cpu"):
+    """A module of `cuda_code` as a function of a list of tensors on another device, with its kernels by name."""
+    replacements = {
+        "torch.cuda._DeviceGuard(0)": "nullcontext()",
+        "torch.cuda.set_device(0)": "pass",
+        "get_raw_stream(0)": "0",
+        "device='cuda:0'": f"device='{device}'",
+        "device(type='cuda', index=0)": f"device('{device}')",
+        "torch.ops.aten.convolution_backward.default(": "extern_kernels.convolution_backward(",
+    }
+    code = KERNEL.sub("", code)
+    code = re.sub(r"^async_compile\.wait.*$|^.*import _cuda_getCurrentRawStream.*$", "", code, flags=re.M)
+    for on_cuda, here in replacements.items():
+        code = code.replace(on_cuda, here)
+    namespace = {"nullcontext": nullcontext}
+    exec(compile(code, "<generated for CUDA>", "exec"), namespace)
+    namespace.update(kernels, extern_kernels=libraries, empty_strided_cuda=empty_strided)
+    return lambda inputs: namespace["call"](list(inputs))
 
 
 class Program:
@@ -361,18 +366,44 @@ class Program:
 
     def __init__(self, code):
         kernels = {name: Kernel(name, source) for name, source in KERNEL.findall(code)}
-        code = KERNEL.sub("", code)
-        code = re.sub(r"^async_compile\.wait.*$|^.*import _cuda_getCurrentRawStream.*$", "", code, flags=re.M)
-        for on_cuda, on_cpu in ON_THE_CPU.items():
-            code = code.replace(on_cuda, on_cpu)
-        self.namespace = {"nullcontext": nullcontext}
-        exec(compile(code, "<generated for CUDA>", "exec"), self.namespace)
-        stand_ins = {"extern_kernels": Libraries(), "convolution_backward": convolution_backward}
-        stand_ins |= {"empty_strided_cuda": empty_strided, **kernels}
-        self.namespace.update(stand_ins)
+        self.call = function(code, kernels, Libraries(), empty_strided)
 
     def __call__(self, inputs):
-        return self.namespace["call"](list(inputs))
+        return self.call(inputs)
+
+
+class Costs:
+    """What `cuda_code` launches, by name as in `emulated_cuda.cost`; "kernels" are inductor's.
+
+    Stands in for the libraries, too.
+    """
+
+    def __init__(self):
+        self.counts = Counter()
+        self.libraries = Libraries()
+
+    def kernel(self, source):
+        nbytes = round(1e9 * float(re.search(r"'kernel_num_gb': ([\d.e-]+)", source)[1]))
+        return SimpleNamespace(run=lambda *args, **kwargs: self.counts.update(kernels=1, bytes=nbytes))
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            results = getattr(self.libraries, name)(*args, **kwargs)
+            self.counts.update(emulated_cuda.cost(name, args, results))
+            return results
+
+        return call
+
+
+def launches(code, inputs):
+    """What a call of `cuda_code` with tensors of these forms launches."""
+    costs = Costs()
+    kernels = {name: costs.kernel(source) for name, source in KERNEL.findall(code)}
+    empty = partial(torch.empty_strided, device="meta")
+    run = function(code, kernels, costs, lambda shape, stride, dtype: empty(shape, stride, dtype=dtype), "meta")
+    with _disable_current_modes():
+        run([empty(x.shape, x.stride(), dtype=x.dtype) if torch.is_tensor(x) else x for x in inputs])
+    return costs.counts
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -412,7 +443,7 @@ class Compiled:
         ]
         shapes = [(x.shape, x.stride(), x.dtype) if torch.is_tensor(x) else None for x in outputs]
         code, program = self.session.program(self.name, gm, inputs, self.options)
-        self.launches = launches(code)
+        self.launches = launches(code, inputs)
 
         def call(inputs):
             if self.session.dry:
@@ -587,7 +618,8 @@ def compiled_for_cuda(capability=90, check=False, execute=True, edit=lambda code
         return Compiled(function, options or {}, session)
 
     torch._dynamo.reset()  # sizes that it has seen before would become symbols
-    with mock.patch("torch.compile", stand_in):
+    no_cache = torch._functorch.config.patch(enable_autograd_cache=False)  # it holds code for the CPU
+    with mock.patch("torch.compile", stand_in), no_cache:
         yield session
 
 

@@ -147,7 +147,7 @@ class TestOneStream:
         graph.replay()
         graph.replay()
         expected = {"operators": 2, "d2h": 1, "d2h bytes": 16, "h2d": 3, "h2d bytes": 48, "replays": 2, "nodes": 4}
-        assert dict(device.counts) == expected
+        assert dict(device.counts) == expected | {"bytes": 16 + 16 + 2 * (32 + 32)}
 
     def test_matmuls_and_the_fills_of_random_numbers_are_counted(self, device):
         x = ones(2, 2)
@@ -155,7 +155,34 @@ class TestOneStream:
         graph, _ = captured(lambda: torch.rand_like(x) @ x)
         device.counts.pop("waits")
         graph.replay()
-        assert dict(device.counts) == {"replays": 1, "nodes": 2, "matmuls": 1, "fills": 2}
+        expected = {"replays": 1, "nodes": 2, "matmuls": 1, "matmul 1x2x2x2": 1, "fills": 2}
+        assert dict(device.counts) == expected | {"bytes": 32 + 48}
+
+    @pytest.mark.parametrize(
+        ("sizes", "operator", "expected"),
+        [
+            ([(3,), (2, 5), (5, 3)], torch.addmm, ["matmul 1x2x3x5"]),
+            ([(4, 2, 5), (4, 5, 3)], torch.bmm, ["matmul 4x2x3x5"]),
+            ([(2, 3, 8, 8), (4, 3, 5, 5)], torch.conv2d, ["matmul 1x32x4x75"]),
+        ],
+    )
+    def test_sizes_of_matmuls_are_counted(self, sizes, operator, expected, device):
+        operator(*(torch.zeros(size, device="cuda") for size in sizes))
+        assert [name for name in device.counts if name.startswith("matmul ")] == expected
+
+    def test_both_matmuls_of_the_gradients_of_a_convolution_are_counted(self, device):
+        images, weight = (torch.zeros(size, device="cuda", requires_grad=True) for size in [(2, 3, 8, 8), (4, 3, 5, 5)])
+        output = torch.conv2d(images, weight)
+        device.counts.clear()
+        torch.autograd.grad(output.sum(), (images, weight))
+        assert device.counts["matmul 1x32x4x75"] == 2
+
+    def test_an_index_counts_what_it_picks(self, device):
+        rows, i = torch.zeros(1000, 4, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
+        device.counts.clear()
+        picked = rows.index_select(0, i)
+        rows.index_copy_(0, i, picked)
+        assert device.counts["bytes"] == (32 + 16 + 32) + (32 + 16 + 32 + 32)
 
 
 class TestCopies:
