@@ -206,7 +206,9 @@ def texts(results):
     pages["doc/speed.md"] |= {"scaling": scaling.table(measured), "tips": before_after.table(measured)}
     pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured)}
     pages["doc/debugging.md"] = {"overhead": instrument_overhead.table(measured)}
-    pages["doc/speed.md"]["launches"] = launches.table(json.loads(launches.DATA.read_text()))
+    counted = json.loads(launches.DATA.read_text())
+    pages["doc/speed.md"]["launches"] = launches.table(counted)
+    pages["doc/speed.md"]["leanrl"] = launches.comparison(counted)
     return pages
 
 

@@ -207,13 +207,29 @@ def table(data):
     """A Markdown table: in each cell an update + an environment step."""
     lines = [
         "| update + step | mode | operators | graph replays | operators in graphs | fused kernels in graphs | fills "
-        "| matmuls and convolutions among all | MB read and written | copies in | copies out | waits | GPU, us per step (estimate) |",
+        "| matmuls and convolutions among all | MB read and written | copies in | copies out | waits "
+        "| GPU, us per step (estimate) |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for algo, modes in data["scripts"].items():
         lines += [row(ALGORITHMS[algo].title, mode, parts, parts) for mode, parts in modes.items()]
         earlier = data["leanrl_2024"]["scripts"].get(algo, {})  # it had no DQN and no SAC for Atari
         lines += [row("LeanRL of 2024", mode, parts, like(parts, modes[mode])) for mode, parts in earlier.items()]
+    return "\n".join(lines)
+
+
+def comparison(data):
+    """A Markdown table: what the model says of LeanRL's steps, and how long they took."""
+    lines = ["| LeanRL of 2024 | GPU, us per step | host | sum | published |", "|---|---|---|---|---|"]
+    earlier = data["leanrl_2024"]
+    for algo, sps in earlier["published_sps"].items():
+        counted = like(earlier["scripts"][algo]["cudagraphs"], data["scripts"][algo]["cudagraphs"])
+        least, most = estimates(counted)
+        published = f"{1e6 * load(algo).Args().num_envs / sps:.0f} ({sps} steps/s)"
+        host = earlier["host_us"].get(algo)
+        total = f"{least + host:.0f} to {most + host:.0f}" if host else ""
+        title = ALGORITHMS[algo].title
+        lines.append(f"| {title} | {least:.0f} to {most:.0f} | {host or 'not measured'} | {total} | {published} |")
     return "\n".join(lines)
 
 
