@@ -29,7 +29,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -173,6 +172,8 @@ class DQN:
 
         self.replay = make_replay(args, envs, device)
         self.replay_on_device = self.replay.storage == device
+        # numbers from [0, 1) that pick a batch, in float64, since float32 is uneven over a million rows
+        self.uniform = torch.empty(args.batch_size, dtype=torch.float64, device=self.replay.storage)
         on_cuda = device.type == "cuda"
         obs_shape = (self.num_envs, *envs.single_observation_space.shape)
         self.host_obs = torch.zeros(obs_shape, dtype=torch.uint8, pin_memory=on_cuda)
@@ -202,15 +203,16 @@ class DQN:
         return {"q_values": q.detach().mean(), "td_loss": td_loss.detach()}
 
     def learn(self):
-        """One update. Random numbers are drawn outside compiled functions: all modes then draw the same ones. They are
-        drawn inside the CUDA graph: each replay then draws new ones.
-        """
-        # float32 would skip rows
-        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.replay.storage)
-        self.scalars.store(**self.update_q(self.replay.sample(uniform)))
+        """One update, with the random numbers in `uniform`."""
+        self.scalars.store(**self.update_q(self.replay.sample(self.uniform)))
 
     def update(self):
-        """Launch one update: on a CUDA device it may still run when this returns."""
+        """Launch one update: on a CUDA device it may still run when this returns.
+
+        Random numbers are drawn here: outside compiled functions, so that all modes draw the same ones, and outside
+        CUDA graphs, so that a replay need not set the generator's seed and offset first.
+        """
+        self.uniform.uniform_()
         self.learn()
         self.updates += 1
 
@@ -227,13 +229,6 @@ class DQN:
     def act(self):
         """Write the actions of the highest values for `obs` to `actions`."""
         self.actions.copy_(self.q(self.obs).argmax(-1))
-
-    def store_and_act(self, act_too):
-        """Store the step where the device has the replay buffer, and, with `act_too`, act."""
-        if self.replay_on_device:
-            self.store()
-        if act_too:
-            self.act()
 
     def begin(self, obs, exploration):
         """`observe` the first observations, to which no actions led."""
@@ -253,9 +248,12 @@ class DQN:
         np.stack((actions, rewards, terminated, is_reset), -1, self.host_outcomes.numpy(), casting="unsafe")
         self.outcomes.copy_(self.host_outcomes, non_blocking=True)
         self.explore = self.rng.random(self.num_envs) < exploration
-        self.store_and_act_by_kind[not self.explore.all()]()
+        if not self.explore.all():
+            self.act()
         self.host_actions.copy_(self.actions, non_blocking=True)
         self.actions_arrived.record()
+        if self.replay_on_device:
+            self.store()  # while the host steps the environment
 
     def next_actions(self):
         """Wait for the actions, but for no update; NumPy, (num_envs,)."""
@@ -266,17 +264,17 @@ class DQN:
     def apply_compile_and_cudagraphs(self):
         """The one place where functions are compiled and captured."""
         if self.args.compile:
-            cpp_wrapper = self.device.type == "cpu"  # calls the kernels from C++; a CUDA graph does better
-            options = {"mode": self.args.compile_mode, "cpp_wrapper": cpp_wrapper}
-            self.store = compiled(self.store, **options)
-            self.act = compiled(self.act, **options)
-            self.replay.sample = compiled(self.replay.sample, **options)
-            self.update_q = compiled(self.update_q, **options)
-        self.store_and_act_by_kind = {act_too: partial(self.store_and_act, act_too) for act_too in (False, True)}
+            mode = self.args.compile_mode
+            # on a CPU, kernels are called from C++
+            options = FEWER_KERNELS if self.device.type == "cuda" else {"cpp_wrapper": True}
+            self.store = compiled(self.store, mode, options)
+            self.act = compiled(self.act, mode, options)
+            self.replay.sample = compiled(self.replay.sample, mode, options)
+            self.update_q = compiled(self.update_q, mode, options)
         if self.cudagraphs:
-            for act_too, function in self.store_and_act_by_kind.items():
-                self.store_and_act_by_kind[act_too] = CudaGraphModule(function, warmup=GRAPH_WARMUP)
+            self.act = CudaGraphModule(self.act, warmup=GRAPH_WARMUP)
             if self.replay_on_device:
+                self.store = CudaGraphModule(self.store, warmup=GRAPH_WARMUP)
                 self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)
             else:
                 self.update_q = CudaGraphModule(self.update_q, warmup=GRAPH_WARMUP)
@@ -718,11 +716,16 @@ def needed_guards(guards):
     return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
 
 
-def compiled(function, mode, **options):
+FEWER_KERNELS = {  # inductor's options for a CUDA device
+    "combo_kernels": True,  # small kernels that do not need each other become one
+    "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
+}
+
+
+def compiled(function, mode, options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-    options |= torch._inductor.list_mode_options(mode)
-    options["guard_filter_fn"] = needed_guards
+    options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
     return torch.compile(function, fullgraph=True, options=options)
 
 

@@ -159,6 +159,8 @@ class DQN:
         self.optimizers = {"q": Adam(self.q.weights, args.learning_rate)}
         self.scalars = Scalars(device)
         self.rng = np.random.default_rng(args.seed)  # for random actions
+        # numbers from [0, 1) that pick a batch, in float64, since float32 is uneven over a million rows
+        self.uniform = torch.empty(args.batch_size, dtype=torch.float64, device=device)
         self.updates = 0
 
         on_cuda = device.type == "cuda"
@@ -201,26 +203,24 @@ class DQN:
         self.optimizers["q"].step(self.q.weights, gradient)
         return {"q_values": q.detach().mean(), "td_loss": td_loss.detach()}
 
-    def uniform(self):
-        """Numbers from [0, 1) that pick a batch, (batch,); in float64, since float32 is uneven over a million rows."""
-        return torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)
-
     def learn(self):
-        """One update. Random numbers are drawn outside compiled functions: all modes then draw the same ones. They are
-        drawn inside the CUDA graph: each replay then draws new ones.
-        """
-        self.scalars.store(**self.store_and_update(self.uniform()))
+        """One update, with the random numbers in `uniform`."""
+        self.scalars.store(**self.store_and_update(self.uniform))
 
     def update(self):
         """Launch one update: on a CUDA device it may still run when this returns.
 
         From here on the host acts with the parameters of the update before, which have arrived while it was acting.
+
+        Random numbers are drawn here: outside compiled functions, so that all modes draw the same ones, and outside
+        CUDA graphs, so that a replay need not set the generator's seed and offset first.
         """
         self.weights_arrived.synchronize()
         self.acting_q.weights.copy_(self.arriving_weights)
         for acting_buffer, buffer in self.buffers:  # forward may have changed it
             acting_buffer.copy_(buffer)
         self.send_block()
+        self.uniform.uniform_()
         self.learn()
         self.arriving_weights.copy_(self.q.weights, non_blocking=True)
         self.weights_arrived.record()
@@ -268,8 +268,9 @@ class DQN:
     def apply_compile_and_cudagraphs(self):
         """The one place where functions are compiled and captured."""
         if self.args.compile:
-            cpp_wrapper = self.device.type == "cpu"  # calls the kernels from C++; a CUDA graph does better
-            self.store_and_update = compiled(self.store_and_update, self.args.compile_mode, cpp_wrapper=cpp_wrapper)
+            # on a CPU, kernels are called from C++
+            options = FEWER_KERNELS if self.device.type == "cuda" else {"cpp_wrapper": True}
+            self.store_and_update = compiled(self.store_and_update, self.args.compile_mode, options)
         if self.cudagraphs:
             self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)
 
@@ -676,11 +677,16 @@ def needed_guards(guards):
     return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
 
 
-def compiled(function, mode, **options):
+FEWER_KERNELS = {  # inductor's options for a CUDA device
+    "combo_kernels": True,  # small kernels that do not need each other become one
+    "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
+}
+
+
+def compiled(function, mode, options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-    options |= torch._inductor.list_mode_options(mode)
-    options["guard_filter_fn"] = needed_guards
+    options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
     return torch.compile(function, fullgraph=True, options=options)
 
 

@@ -197,6 +197,7 @@ class PPO:
         self.actions_arrived = torch.cuda.Event() if on_cuda else HostEvent()
         self.t = torch.zeros(1, dtype=torch.int64, device=device)  # the next step of the rollout
         self.decisions = torch.zeros(*steps, len(DECISIONS), device=device)
+        self.noise = torch.empty(*steps, self.num_actions, device=device)  # for the choice of actions
         self.batch = torch.zeros(args.num_steps * self.num_envs, len(BATCH), device=device)
         self.layout = torch.contiguous_format if on_cuda else torch.channels_last  # which is faster on a CPU
         self.apply_compile_and_cudagraphs()
@@ -298,23 +299,20 @@ class PPO:
         self.learn()
         self.updates += 1
 
-    def decide(self, noise):
+    def decide(self):
         """Sample actions for the observations of step `t`, with the Gumbel-max trick, and count the step.
 
-        `noise`, (num_envs, num_actions), is exponential: the negative of its logarithm is Gumbel noise.
+        `noise` is exponential: the negative of its logarithm is Gumbel noise.
         """
         logits, values = self.agent(self.obs.index_select(0, self.t).squeeze(0))
         log_probs = logits.log_softmax(-1)
+        noise = self.noise.index_select(0, self.t).squeeze(0)
         actions = (log_probs - noise.log()).argmax(-1)
         log_prob = log_probs.gather(-1, actions[:, None]).squeeze(-1)
         decisions = torch.stack((actions.float(), log_prob, values), -1)
         self.decisions.index_copy_(0, self.t, decisions[None])
         self.actions.copy_(actions)
         self.t.add_(1)
-
-    def sample(self):
-        """`decide` with new noise, which is drawn inside of the CUDA graph: each replay draws its own."""
-        self.decide(torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_())
 
     def write(self, t, obs):
         """Copy `obs`, NumPy, (num_envs, 4, 84, 84), to step `t` of the rollout."""
@@ -329,7 +327,8 @@ class PPO:
         self.write(t, obs)
         if t == 0:
             self.t.zero_()
-        self.sample()
+            self.noise.exponential_()  # of the whole rollout
+        self.decide()
         self.host_actions.copy_(self.actions, non_blocking=True)
         self.actions_arrived.record()
         self.actions_arrived.synchronize()
@@ -343,10 +342,12 @@ class PPO:
     def apply_compile_and_cudagraphs(self):
         """The one place where functions are compiled and captured."""
         if self.args.compile:
-            self.decide = compiled(self.decide, self.args.compile_mode)
-            self.update_minibatch = compiled(self.update_minibatch, self.args.compile_mode)
+            mode = self.args.compile_mode
+            options = FEWER_KERNELS if self.device.type == "cuda" else {}
+            self.decide = compiled(self.decide, mode, options)
+            self.update_minibatch = compiled(self.update_minibatch, mode, options)
         if self.cudagraphs:
-            self.sample = CudaGraphModule(self.sample, warmup=GRAPH_WARMUP)
+            self.decide = CudaGraphModule(self.decide, warmup=GRAPH_WARMUP)
             if self.args.target_kl is None:
                 self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)
             else:  # the host looks at the KL divergence after each epoch
@@ -661,11 +662,16 @@ def needed_guards(guards):
     return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
 
 
-def compiled(function, mode, **options):
+FEWER_KERNELS = {  # inductor's options for a CUDA device
+    "combo_kernels": True,  # small kernels that do not need each other become one
+    "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
+}
+
+
+def compiled(function, mode, options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-    options |= torch._inductor.list_mode_options(mode)
-    options["guard_filter_fn"] = needed_guards
+    options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
     return torch.compile(function, fullgraph=True, options=options)
 
 

@@ -331,8 +331,9 @@ class PPO:
     def apply_compile_and_cudagraphs(self):
         """The one place where functions are compiled and captured."""
         if self.args.compile:
-            cpp_wrapper = self.device.type == "cpu"  # launches kernels from C++; CUDA graphs do it better
-            self.update_minibatch = compiled(self.update_minibatch, self.args.compile_mode, cpp_wrapper=cpp_wrapper)
+            # on a CPU, kernels are called from C++
+            options = FEWER_KERNELS if self.device.type == "cuda" else {"cpp_wrapper": True}
+            self.update_minibatch = compiled(self.update_minibatch, self.args.compile_mode, options)
         if self.cudagraphs and self.args.target_kl is None:
             self.iterate = CudaGraphModule(self.iterate, warmup=GRAPH_WARMUP)
         elif self.cudagraphs:  # the host looks at the KL divergence between epochs
@@ -782,11 +783,16 @@ def needed_guards(guards):
     return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
 
 
-def compiled(function, mode, **options):
+FEWER_KERNELS = {  # inductor's options for a CUDA device
+    "combo_kernels": True,  # small kernels that do not need each other become one
+    "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
+}
+
+
+def compiled(function, mode, options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-    options |= torch._inductor.list_mode_options(mode)
-    options["guard_filter_fn"] = needed_guards
+    options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
     return torch.compile(function, fullgraph=True, options=options)
 
 

@@ -30,7 +30,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -191,6 +190,8 @@ class SAC:
 
         self.replay = make_replay(args, envs, device)
         self.replay_on_device = self.replay.storage == device
+        # numbers from [0, 1) that pick a batch, in float64, since float32 is uneven over a million rows
+        self.uniform = torch.empty(args.batch_size, dtype=torch.float64, device=self.replay.storage)
         on_cuda = device.type == "cuda"
         obs_shape = (self.num_envs, *envs.single_observation_space.shape)
         self.host_obs = torch.zeros(obs_shape, dtype=torch.uint8, pin_memory=on_cuda)
@@ -199,6 +200,7 @@ class SAC:
         self.outcomes = self.host_outcomes.to(device)
         self.host_actions = torch.zeros(self.num_envs, dtype=torch.int64, pin_memory=on_cuda)
         self.actions = self.host_actions.to(device)
+        self.noise = torch.empty(self.num_envs, self.num_actions, device=device)
         self.actions_arrived = torch.cuda.Event() if on_cuda else HostEvent()
         self.memory_format = torch.contiguous_format if on_cuda else torch.channels_last  # what is fast there
         self.apply_compile_and_cudagraphs()
@@ -252,15 +254,16 @@ class SAC:
         return losses | {"alpha": self.log_alpha.exp()}
 
     def learn(self):
-        """One update. Random numbers are drawn outside compiled functions: all modes then draw the same ones. They are
-        drawn inside the CUDA graph: each replay then draws new ones.
-        """
-        # float32 would skip rows
-        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.replay.storage)
-        self.scalars.store(**self.update_networks(self.replay.sample(uniform)))
+        """One update, with the random numbers in `uniform`."""
+        self.scalars.store(**self.update_networks(self.replay.sample(self.uniform)))
 
     def update(self):
-        """Launch one update: on a CUDA device it may still run when this returns."""
+        """Launch one update: on a CUDA device it may still run when this returns.
+
+        Random numbers are drawn here: outside compiled functions, so that all modes draw the same ones, and outside
+        CUDA graphs, so that a replay need not set the generator's seed and offset first.
+        """
+        self.uniform.uniform_()
         self.learn()
         self.updates += 1
 
@@ -274,20 +277,13 @@ class SAC:
         outcomes["is_reset"] = outcomes["is_reset"].bool()
         self.replay.store(self.obs, **outcomes)
 
-    def act(self, noise):
+    def act(self):
         """Write sampled actions for `obs` to `actions`, by the Gumbel-max trick.
 
-        `noise`, (num_envs, num_actions), is exponential: the negative of its logarithm is Gumbel noise.
+        `noise` is exponential: the negative of its logarithm is Gumbel noise.
         """
         log_probs = self.actor(self.obs).log_softmax(-1)
-        self.actions.copy_((log_probs - noise.log()).argmax(-1))
-
-    def store_and_act(self, act_too):
-        """Store the step where the device has the replay buffer, and, with `act_too`, act with new noise."""
-        if self.replay_on_device:
-            self.store()
-        if act_too:
-            self.act(torch.empty(self.num_envs, self.num_actions, device=self.device).exponential_())
+        self.actions.copy_((log_probs - self.noise.log()).argmax(-1))
 
     def begin(self, obs):
         """`observe` the first observations, to which no actions led."""
@@ -305,9 +301,13 @@ class SAC:
         self.obs.copy_(self.host_obs, non_blocking=True)
         np.stack((actions, rewards, terminated, is_reset), -1, self.host_outcomes.numpy(), casting="unsafe")
         self.outcomes.copy_(self.host_outcomes, non_blocking=True)
-        self.store_and_act_by_kind[act_too]()
+        if act_too:
+            self.noise.exponential_()
+            self.act()
         self.host_actions.copy_(self.actions, non_blocking=True)
         self.actions_arrived.record()
+        if self.replay_on_device:
+            self.store()  # while the host steps the environment
 
     def next_actions(self):
         """Wait for the actions, but for no update; NumPy, (num_envs,)."""
@@ -318,15 +318,15 @@ class SAC:
         """The one place where functions are compiled and captured."""
         if self.args.compile:
             mode = self.args.compile_mode
-            self.store = compiled(self.store, mode)
-            self.act = compiled(self.act, mode)
-            self.replay.sample = compiled(self.replay.sample, mode)
-            self.update_networks = compiled(self.update_networks, mode)
-        self.store_and_act_by_kind = {act_too: partial(self.store_and_act, act_too) for act_too in (False, True)}
+            options = FEWER_KERNELS if self.device.type == "cuda" else {}
+            self.store = compiled(self.store, mode, options)
+            self.act = compiled(self.act, mode, options)
+            self.replay.sample = compiled(self.replay.sample, mode, options)
+            self.update_networks = compiled(self.update_networks, mode, options)
         if self.cudagraphs:
-            for act_too, function in self.store_and_act_by_kind.items():
-                self.store_and_act_by_kind[act_too] = CudaGraphModule(function, warmup=GRAPH_WARMUP)
+            self.act = CudaGraphModule(self.act, warmup=GRAPH_WARMUP)
             if self.replay_on_device:
+                self.store = CudaGraphModule(self.store, warmup=GRAPH_WARMUP)
                 self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)
             else:
                 self.update_networks = CudaGraphModule(self.update_networks, warmup=GRAPH_WARMUP)
@@ -770,11 +770,16 @@ def needed_guards(guards):
     return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
 
 
-def compiled(function, mode, **options):
+FEWER_KERNELS = {  # inductor's options for a CUDA device
+    "combo_kernels": True,  # small kernels that do not need each other become one
+    "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
+}
+
+
+def compiled(function, mode, options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-    options |= torch._inductor.list_mode_options(mode)
-    options["guard_filter_fn"] = needed_guards
+    options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
     return torch.compile(function, fullgraph=True, options=options)
 
 

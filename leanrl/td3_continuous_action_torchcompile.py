@@ -191,6 +191,9 @@ class TD3:
             "critics": Adam(self.critics.weights, args.learning_rate),
         }
         self.scalars = Scalars(device)
+        # numbers from [0, 1) that pick a batch, in float64, since float32 is uneven over a million rows
+        self.uniform = torch.empty(args.batch_size, dtype=torch.float64, device=device)
+        self.noise = torch.empty(args.batch_size, self.act_dim, device=device)
         self.updates = 0
         # warm-up ends when each kind of update has been compiled and captured
         self.warmup_updates = GRAPH_WARMUP * args.policy_frequency
@@ -200,7 +203,8 @@ class TD3:
         require_memory(args, "buffer_size", bytes_each=4 * sum(math.prod(shape) for shape in shapes.values()))
         self.replay = DeviceReplayBuffer(args.buffer_size, shapes, device, spare=self.num_envs)
         on_cuda = device.type == "cuda"
-        self.host_input = torch.zeros(self.num_envs, self.replay.width + self.obs_dim, pin_memory=on_cuda)
+        self.input_sizes = (self.replay.width, self.obs_dim, self.act_dim)  # of transitions, observations, and noise
+        self.host_input = torch.zeros(self.num_envs, sum(self.input_sizes), pin_memory=on_cuda)
         self.input = self.host_input.to(device)  # on a CPU the same memory
         self.host_actions = torch.zeros(self.num_envs, self.act_dim, pin_memory=on_cuda)
         self.actions = self.host_actions.to(device)
@@ -242,49 +246,42 @@ class TD3:
         self.target_critics.weights.lerp_(self.critics.weights, self.args.tau)
         return {"actor_loss": actor_loss.detach()}
 
-    def uniform(self):
-        """Numbers from [0, 1) that pick a batch, (batch,); in float64, since float32 is uneven over a million rows."""
-        return torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)
-
-    def noise(self):
-        """Standard normal noise for a batch of actions, (batch, act_dim)."""
-        return torch.randn(self.args.batch_size, self.act_dim, device=self.device)
-
     def learn(self, actor_too):
-        """One update. Random numbers are drawn outside compiled functions: all modes then draw the same ones. They are
-        drawn inside the CUDA graph: each replay then draws new ones.
-        """
-        obs, losses = self.update_critics(self.uniform(), self.noise())
+        """One update, with the random numbers in `uniform` and `noise`."""
+        obs, losses = self.update_critics(self.uniform, self.noise)
         self.scalars.store(**losses)
         if actor_too:
             self.scalars.store(**self.update_actor(obs))
 
     def update(self):
-        """Launch one update: on a CUDA device it may still run when this returns."""
+        """Launch one update: on a CUDA device it may still run when this returns.
+
+        Random numbers are drawn here: outside compiled functions, so that all modes draw the same ones, and outside
+        CUDA graphs, so that a replay need not set the generator's seed and offset first.
+        """
         actor_too = self.updates % self.args.policy_frequency == 0
+        self.uniform.uniform_()
+        self.noise.normal_()
         self.learn_by_kind[actor_too]()
         self.updates += 1
 
-    def store_and_act(self, noise):
-        """Store the transitions in `input`, and choose actions for the observations in the last columns."""
-        rows, obs = self.input.split((self.replay.width, self.obs_dim), -1)
+    def store_and_act(self):
+        """Store the transitions in `input`, and choose actions for the observations behind them."""
+        rows, obs, noise = self.input.split(self.input_sizes, -1)
         self.replay.write(rows, self.num_envs)
         self.actions.copy_(self.actor(obs, self.args.exploration_noise * noise))
-
-    def act(self):
-        """`store_and_act` with new noise."""
-        self.store_and_act(torch.randn_like(self.actions))
 
     def observe(self, *, act_on, **transitions):
         """Store a transition per environment and launch the choice of actions for the observations `act_on`.
 
         All are NumPy, (num_envs, ...). `next_actions` has to be called before the next call of this.
         """
-        host_input = self.host_input.numpy()
-        self.replay.pack(transitions, host_input[:, : self.replay.width])
-        host_input[:, self.replay.width :] = act_on
+        rows, obs, noise = self.host_input.split(self.input_sizes, -1)
+        self.replay.pack(transitions, rows.numpy())
+        obs.numpy()[:] = act_on
+        noise.normal_()
         self.input.copy_(self.host_input, non_blocking=True)
-        self.act()
+        self.store_and_act()
         self.host_actions.copy_(self.actions, non_blocking=True)
         self.actions_arrived.record()
 
@@ -298,11 +295,12 @@ class TD3:
         self.learn_by_kind = {actor_too: partial(self.learn, actor_too) for actor_too in (False, True)}
         if self.args.compile:
             mode = self.args.compile_mode
-            self.store_and_act = compiled(self.store_and_act, mode)
-            self.update_critics = compiled(self.update_critics, self.args.critic_compile_mode or mode)
-            self.update_actor = compiled(self.update_actor, mode)
+            options = FEWER_KERNELS if self.device.type == "cuda" else {}
+            self.store_and_act = compiled(self.store_and_act, mode, options)
+            self.update_critics = compiled(self.update_critics, self.args.critic_compile_mode or mode, options)
+            self.update_actor = compiled(self.update_actor, mode, options)
         if self.cudagraphs:
-            self.act = CudaGraphModule(self.act, warmup=GRAPH_WARMUP)
+            self.store_and_act = CudaGraphModule(self.store_and_act, warmup=GRAPH_WARMUP)
             for kind, learn in self.learn_by_kind.items():
                 self.learn_by_kind[kind] = CudaGraphModule(learn, warmup=GRAPH_WARMUP)
 
@@ -632,11 +630,17 @@ def needed_guards(guards):
     return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
 
 
-def compiled(function, mode, **options):
+FEWER_KERNELS = {  # inductor's options for a CUDA device
+    "combo_kernels": True,  # small kernels that do not need each other become one
+    "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
+    "split_reductions": False,  # one kernel sums over a batch
+}
+
+
+def compiled(function, mode, options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-    options |= torch._inductor.list_mode_options(mode)
-    options["guard_filter_fn"] = needed_guards
+    options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
     return torch.compile(function, fullgraph=True, options=options)
 
 

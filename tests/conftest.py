@@ -382,7 +382,8 @@ def replay_in_order(learner):
     """Let the turbo learner's updates take the buffer's first rows instead of random ones."""
     batch = learner.args.batch_size
     order = (torch.arange(batch, dtype=torch.float64, device=learner.device) + 0.5) / batch
-    learner.uniform = lambda: order
+    order.uniform_ = lambda: order  # `update` draws no others
+    learner.uniform = order
     learner.replay.stored.fill_(batch)
 
 

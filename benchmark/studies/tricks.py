@@ -76,7 +76,7 @@ def compiled_acting(where):
         where,
         "acting and storing compiled too",
         COMPILED,
-        (("            self.store_and_act = compiled(self.store_and_act, mode)\n", ""),),
+        (("            self.store_and_act = compiled(self.store_and_act, mode, options)\n", ""),),
     )
 
 
@@ -86,7 +86,7 @@ def cpp_wrapper(where):
         where,
         "on a CPU, kernels called from C++, not from Python",
         ("compile",),
-        (('cpp_wrapper = self.device.type == "cpu"', "cpp_wrapper = False"),),
+        (('else {"cpp_wrapper": True}', "else {}"),),
     )
 
 
@@ -95,7 +95,7 @@ NO_MODULE_GUARDS = Trick(
     "compiled",
     "compiled code without guards on modules, not with them",
     COMPILED,
-    (('    options["guard_filter_fn"] = needed_guards\n', ""),),
+    ((' | {"guard_filter_fn": needed_guards}', ""),),
 )
 BATCHED_CRITICS = Trick(
     "batched_critics",
@@ -242,7 +242,7 @@ TD3 = (
         (
             ("def update_critics(self, uniform, noise):", "def update_critics(self, batch, noise):"),
             ("        batch = self.replay.sample(uniform)\n", ""),
-            ("self.update_critics(self.uniform(), ", "self.update_critics(self.replay.sample(self.uniform()), "),
+            ("self.update_critics(self.uniform, ", "self.update_critics(self.replay.sample(self.uniform), "),
         ),
     ),
     compiled_acting("TD3.store_and_act"),
@@ -337,10 +337,10 @@ DQN = (
             ("def store_and_update(self, uniform):", "def store_and_update(self, batch):"),
             ("        self.store_block()\n        batch = self.replay.sample(uniform)\n", ""),
             (
-                "        self.scalars.store(**self.store_and_update(self.uniform()))\n",
+                "        self.scalars.store(**self.store_and_update(self.uniform))\n",
                 """\
         self.store_block()
-        self.scalars.store(**self.store_and_update(self.replay.sample(self.uniform())))
+        self.scalars.store(**self.store_and_update(self.replay.sample(self.uniform)))
 """,
             ),
         ),

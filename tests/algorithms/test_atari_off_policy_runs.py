@@ -188,9 +188,7 @@ def test_each_environment_explores_by_itself(kind, epsilon, monkeypatch):
         learner.greedy = lambda obs: np.full(len(obs), 3)
         actions = np.stack([learner.act(np.zeros((10, 1)), epsilon) for _ in range(1000)])
     else:
-        learner.store_and_act_by_kind = {
-            act_too: lambda action=action: learner.actions.fill_(action) for act_too, action in ((False, 0), (True, 3))
-        }
+        learner.act = lambda: learner.actions.fill_(3)
         rest = np.zeros((4, 10))  # actions, rewards, terminated, is_reset
         actions = []
         for _ in range(1000):

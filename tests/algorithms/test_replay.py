@@ -58,7 +58,7 @@ def test_replay_draws_every_stored_row_and_no_other(turbo, filled):
     learner = make_learner(turbo, buffer_size=10, batch_size=500)
     learner.replay.rows.copy_(torch.arange(11.0)[:, None].expand_as(learner.replay.rows))
     learner.replay.stored.fill_(filled)
-    assert set(learner.replay.sample(learner.uniform())["obs"][:, 0].tolist()) == set(range(filled))
+    assert set(learner.replay.sample(learner.uniform.uniform_())["obs"][:, 0].tolist()) == set(range(filled))
 
 
 @pytest.mark.parametrize(("env_id", "ends"), [("Truncates-v0", 0.0), ("Terminates-v0", 1.0)])

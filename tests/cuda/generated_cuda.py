@@ -17,6 +17,7 @@ This file and emulated_cuda.py need nothing but torch and triton (`pip install -
 
 import copy
 import linecache
+import math
 import os
 import re
 import sys
@@ -308,15 +309,22 @@ class Kernel:
         reduces = "r0_numel" in given
         blocks = {}
         for name in self.names[len(args) :]:
-            numel = given[name.lower().replace("block", "numel")]
+            numels = self.numels(name.lower().replace("block", "numel"), given)
             has_mask = f"{name[:-5].lower()}mask = tl.full(" not in self.source
-            largest = triton.next_power_of_2(numel)
+            largest = triton.next_power_of_2(max(numels))
             if not has_mask:  # any block that a card may choose has to divide, and so may a larger one
-                largest = max(numel & -numel, min(largest, TRITON_MAX_BLOCK[name.removesuffix("BLOCK")]))
+                divisor = math.gcd(*numels)
+                largest = max(divisor & -divisor, min(largest, TRITON_MAX_BLOCK[name.removesuffix("BLOCK")]))
             blocks[name] = min(largest, 1024 if reduces else 2**18)  # in all at most 2**20 numbers
         grid = triton_heuristics.GridExpr.from_meta(self.meta, blocks).eval_slow(given | blocks)
         with MEMORY.only([x for x in args if torch.is_tensor(x)]):
             self.function[grid](*args, **blocks)
+
+    def numels(self, name, given):
+        """The number of elements along an axis; several where inductor has combined kernels."""
+        if name in given:
+            return [given[name]]
+        return [numel for key, numel in self.meta["combo_grid_meta"].items() if key.startswith(f"{name}_")]
 
 
 class Libraries:
@@ -421,7 +429,6 @@ class Compiled:
         owner = session.twin(method.__self__)
         options = dict(options)
         guards = options.pop("guard_filter_fn", None)
-        options.pop("cpp_wrapper", None)
         self.name = method.__name__
         self.options = options
         self.session = session
