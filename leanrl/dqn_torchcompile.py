@@ -269,7 +269,7 @@ class DQN:
         """The one place where functions are compiled and captured."""
         if self.args.compile:
             # on a CPU, kernels are called from C++
-            options = FEWER_KERNELS if self.device.type == "cuda" else {"cpp_wrapper": True}
+            options = ON_CUDA if self.device.type == "cuda" else {"cpp_wrapper": True}
             self.store_and_update = compiled(self.store_and_update, self.args.compile_mode, options)
         if self.cudagraphs:
             self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)
@@ -677,7 +677,7 @@ def needed_guards(guards):
     return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
 
 
-FEWER_KERNELS = {  # inductor's options for a CUDA device
+ON_CUDA = {  # inductor's options, mostly for fewer kernels
     "combo_kernels": True,  # small kernels that do not need each other become one
     "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
 }
@@ -686,6 +686,7 @@ FEWER_KERNELS = {  # inductor's options for a CUDA device
 def compiled(function, mode, options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+    torch.autograd.set_multithreading_enabled(False)  # runs it in this thread, which is the one that is traced
     options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
     return torch.compile(function, fullgraph=True, options=options)
 

@@ -199,7 +199,8 @@ class PPO:
         self.decisions = torch.zeros(*steps, len(DECISIONS), device=device)
         self.noise = torch.empty(*steps, self.num_actions, device=device)  # for the choice of actions
         self.batch = torch.zeros(args.num_steps * self.num_envs, len(BATCH), device=device)
-        self.layout = torch.contiguous_format if on_cuda else torch.channels_last  # which is faster on a CPU
+        slow = on_cuda and args.matmul_precision == "highest"  # CPUs and tensor cores like channels last
+        self.layout = torch.contiguous_format if slow else torch.channels_last
         self.apply_compile_and_cudagraphs()
 
     def make_batch(self):
@@ -343,7 +344,7 @@ class PPO:
         """The one place where functions are compiled and captured."""
         if self.args.compile:
             mode = self.args.compile_mode
-            options = FEWER_KERNELS if self.device.type == "cuda" else {}
+            options = ON_CUDA if self.device.type == "cuda" else {}
             self.decide = compiled(self.decide, mode, options)
             self.update_minibatch = compiled(self.update_minibatch, mode, options)
         if self.cudagraphs:
@@ -662,15 +663,17 @@ def needed_guards(guards):
     return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
 
 
-FEWER_KERNELS = {  # inductor's options for a CUDA device
+ON_CUDA = {  # inductor's options, mostly for fewer kernels
     "combo_kernels": True,  # small kernels that do not need each other become one
     "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
+    "layout_optimization": False,  # the layout of images is the learner's
 }
 
 
 def compiled(function, mode, options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+    torch.autograd.set_multithreading_enabled(False)  # runs it in this thread, which is the one that is traced
     options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
     return torch.compile(function, fullgraph=True, options=options)
 

@@ -332,7 +332,7 @@ class PPO:
         """The one place where functions are compiled and captured."""
         if self.args.compile:
             # on a CPU, kernels are called from C++
-            options = FEWER_KERNELS if self.device.type == "cuda" else {"cpp_wrapper": True}
+            options = ON_CUDA if self.device.type == "cuda" else {"cpp_wrapper": True}
             self.update_minibatch = compiled(self.update_minibatch, self.args.compile_mode, options)
         if self.cudagraphs and self.args.target_kl is None:
             self.iterate = CudaGraphModule(self.iterate, warmup=GRAPH_WARMUP)
@@ -783,7 +783,7 @@ def needed_guards(guards):
     return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
 
 
-FEWER_KERNELS = {  # inductor's options for a CUDA device
+ON_CUDA = {  # inductor's options, mostly for fewer kernels
     "combo_kernels": True,  # small kernels that do not need each other become one
     "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
 }
@@ -792,6 +792,7 @@ FEWER_KERNELS = {  # inductor's options for a CUDA device
 def compiled(function, mode, options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+    torch.autograd.set_multithreading_enabled(False)  # runs it in this thread, which is the one that is traced
     options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
     return torch.compile(function, fullgraph=True, options=options)
 

@@ -435,7 +435,8 @@ def make_replay(args, envs, device):
     obs_shape = envs.single_observation_space.shape
     bytes_each = math.prod(obs_shape[1:]) + 40  # a frame, and a row of the other tensors
     storage = device
-    if device.type == "cuda" and args.buffer_size * bytes_each > 0.9 * torch.cuda.mem_get_info(device)[0]:
+    room = 2 * 2**30  # for networks, batches, libraries and graphs
+    if device.type == "cuda" and args.buffer_size * bytes_each > torch.cuda.mem_get_info(device)[0] - room:
         note("the replay buffer is in the host's memory, since the device has too little")
         storage = torch.device("cpu")
     if storage.type == "cpu":

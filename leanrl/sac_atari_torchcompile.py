@@ -202,7 +202,8 @@ class SAC:
         self.actions = self.host_actions.to(device)
         self.noise = torch.empty(self.num_envs, self.num_actions, device=device)
         self.actions_arrived = torch.cuda.Event() if on_cuda else HostEvent()
-        self.memory_format = torch.contiguous_format if on_cuda else torch.channels_last  # what is fast there
+        slow = on_cuda and args.matmul_precision == "highest"  # CPUs and tensor cores like channels last
+        self.memory_format = torch.contiguous_format if slow else torch.channels_last
         self.apply_compile_and_cudagraphs()
 
     def update_networks(self, batch):
@@ -318,7 +319,7 @@ class SAC:
         """The one place where functions are compiled and captured."""
         if self.args.compile:
             mode = self.args.compile_mode
-            options = FEWER_KERNELS if self.device.type == "cuda" else {}
+            options = ON_CUDA if self.device.type == "cuda" else {}
             self.store = compiled(self.store, mode, options)
             self.act = compiled(self.act, mode, options)
             self.replay.sample = compiled(self.replay.sample, mode, options)
@@ -698,7 +699,8 @@ def make_replay(args, envs, device):
     obs_shape = envs.single_observation_space.shape
     bytes_each = math.prod(obs_shape[1:]) + 40  # a frame, and a row of the other tensors
     storage = device
-    if device.type == "cuda" and args.buffer_size * bytes_each > 0.9 * torch.cuda.mem_get_info(device)[0]:
+    room = 2 * 2**30  # for networks, batches, libraries and graphs
+    if device.type == "cuda" and args.buffer_size * bytes_each > torch.cuda.mem_get_info(device)[0] - room:
         note("the replay buffer is in the host's memory, since the device has too little")
         storage = torch.device("cpu")
     if storage.type == "cpu":
@@ -770,15 +772,17 @@ def needed_guards(guards):
     return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
 
 
-FEWER_KERNELS = {  # inductor's options for a CUDA device
+ON_CUDA = {  # inductor's options, mostly for fewer kernels
     "combo_kernels": True,  # small kernels that do not need each other become one
     "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
+    "layout_optimization": False,  # the layout of images is the learner's
 }
 
 
 def compiled(function, mode, options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+    torch.autograd.set_multithreading_enabled(False)  # runs it in this thread, which is the one that is traced
     options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
     return torch.compile(function, fullgraph=True, options=options)
 

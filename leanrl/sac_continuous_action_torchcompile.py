@@ -340,7 +340,7 @@ class SAC:
         self.learn_by_kind = {kind: partial(self.learn, *kind) for kind in kinds}
         if self.args.compile:
             mode = self.args.compile_mode
-            options = FEWER_KERNELS if self.device.type == "cuda" else {}
+            options = ON_CUDA if self.device.type == "cuda" else {}
             self.store_and_act = compiled(self.store_and_act, mode, options)
             self.update_critics = compiled(self.update_critics, self.args.critic_compile_mode or mode, options)
             self.update_actor = compiled(self.update_actor, mode, options)
@@ -691,7 +691,7 @@ def needed_guards(guards):
     return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
 
 
-FEWER_KERNELS = {  # inductor's options for a CUDA device
+ON_CUDA = {  # inductor's options, mostly for fewer kernels
     "combo_kernels": True,  # small kernels that do not need each other become one
     "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
     "split_reductions": False,  # one kernel sums over a batch
@@ -701,6 +701,7 @@ FEWER_KERNELS = {  # inductor's options for a CUDA device
 def compiled(function, mode, options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+    torch.autograd.set_multithreading_enabled(False)  # runs it in this thread, which is the one that is traced
     options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
     return torch.compile(function, fullgraph=True, options=options)
 

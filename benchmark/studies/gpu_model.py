@@ -1,6 +1,7 @@
 """How long an H100-class GPU computes what was counted: an estimate, every constant of which has a source.
 
     us = device_us({"nodes": 100, "bytes": 40e6, "matmul 2x256x256x256": 6}, BEST)
+    python -m benchmark.studies.gpu_model  # on a GPU: measure what the model assumes
 
 A card runs the nodes of a CUDA graph one after the other. Each takes a fixed time, and its bytes take time on their
 way through the L2 cache, which holds all that a step touches. A matmul takes as long as its tiles do: each is computed
@@ -18,6 +19,11 @@ the reason why an estimate is a range.
 
 import math
 from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from benchmark.arguments import parse, stop
 
 NODE_US = 2.26
 BYTES_PER_US = 5.6e6
@@ -55,3 +61,57 @@ def device_us(counts, matmul, precision="float32"):
             sizes = map(int, name.removeprefix("matmul ").split("x"))
             arithmetic += count * matmul_us(sizes, matmul, precision)
     return launched * NODE_US + counts.get("bytes", 0) / BYTES_PER_US + arithmetic
+
+
+@dataclass
+class Args:
+    repeat: int = 20
+    """replays of each graph; their median counts"""
+
+
+CHAIN = 100  # nodes of a graph that is timed, each of which reads what the one before has written
+
+
+def measured_us(function, repeat):
+    """How long a node takes in a graph of CHAIN calls of `function`, in microseconds."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CHAIN):
+            function()
+    times = []
+    for _ in range(repeat + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1000 * begin.elapsed_time(end) / CHAIN)
+    return median(times[1:])
+
+
+def main(args):
+    if not torch.cuda.is_available():
+        stop("a CUDA device is what this measures, and there is none")
+    print("| in a graph | assumed, us | measured, us |\n|---|---|---|")
+    for count in (256, 250_000, 1_000_000):
+        x = torch.ones(count, device="cuda")
+        assumed = device_us({"nodes": 1, "bytes": 2 * x.nbytes}, BEST)
+        measured = measured_us(lambda x=x: x.mul_(1), args.repeat)
+        print(f"| {2 * x.nbytes} bytes, in place | {assumed:.2f} | {measured:.2f} |")
+    for precision, setting in (("float32", "highest"), ("TF32", "high")):
+        torch.set_float32_matmul_precision(setting)
+        for sizes in ((1, 256, 256, 256), (2, 256, 256, 256), (1, 256, 12, 256), (1, 1, 256, 256)):
+            batch, m, n, k = sizes
+            a, b = torch.ones(batch, m, k, device="cuda"), torch.ones(batch, k, n, device="cuda")
+            out = torch.empty(batch, m, n, device="cuda")
+            name = "x".join(map(str, sizes))
+            counts = {"nodes": 1, "bytes": a.nbytes + b.nbytes + out.nbytes, f"matmul {name}": 1}
+            least, most = (device_us(counts, matmul, precision) for matmul in (BEST, WORST))
+            measured = measured_us(lambda a=a, b=b, out=out: torch.bmm(a, b, out=out), args.repeat)
+            print(f"| matmul {name}, {precision} | {least:.2f} to {most:.2f} | {measured:.2f} |")
+
+
+if __name__ == "__main__":
+    main(parse(Args, __doc__))

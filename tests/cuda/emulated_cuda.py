@@ -14,6 +14,7 @@ This file needs nothing but torch: it can be copied.
 
 import contextlib
 import random
+import time
 from collections import Counter, deque
 from functools import cache, partial
 
@@ -193,6 +194,7 @@ class Event:
         self.capture = None
 
     def record(self, stream=None):
+        self.recorded = time.perf_counter()
         self.stream = stream or DEVICE.current
         self.position = self.stream.launched
         captured = DEVICE.capture is not None and self.stream in DEVICE.capture.streams
@@ -200,6 +202,10 @@ class Event:
 
     def wait(self, stream=None):
         (stream or DEVICE.current).wait_event(self)
+
+    def elapsed_time(self, end):
+        """Milliseconds of the host's clock: the emulated device has none."""
+        return 1000 * (end.recorded - self.recorded)
 
     def synchronize(self):
         if DEVICE.capture is not None or self.capture is not None:

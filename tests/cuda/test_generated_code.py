@@ -45,7 +45,6 @@ CASES = [
     for name in TURBO
     for kwargs in ({}, OTHERS[name])
 ]
-each_case = pytest.mark.parametrize(("name", "settings"), CASES)
 
 
 def train(name, settings, folder, late=True, compile=True, **session):
@@ -62,7 +61,7 @@ def train(name, settings, folder, late=True, compile=True, **session):
         return losses, saved(runs[0].learner), programs
 
 
-@each_case
+@pytest.mark.parametrize(("name", "settings"), CASES)
 def test_training_runs_generated_code(name, settings, tmp_path):
     """Each call computes what torch computes. A run is the same in both schedules, and near one of eager code."""
     eager, *_ = train(name, settings, tmp_path, compile=False)
@@ -77,15 +76,19 @@ def test_training_runs_generated_code(name, settings, tmp_path):
     assert_same_state(state_at_once, state)
 
 
-@each_case
-def test_generated_code_stays_on_the_card(name, settings, tmp_path):
+def check_placement(name, programs):
     """No tensor of the host, and no operator that is left to eager code, but those that are known."""
-    *_, programs = train(name, settings, tmp_path, execute=False)
     assert {function for function, _ in programs.codes} == FUNCTIONS[name]
     for function, code in programs.codes:
         assert "cpu" not in call_of(code), function
         assert set(re.findall(r"torch\.ops\.\w+\.(\w+)\.\w+\(", call_of(code))) <= LEFT_TO_EAGER, function
         assert len(re.findall(r"\.run\(", call_of(code))) >= len(KERNEL.findall(code)) > 0, function
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", TURBO)
+def test_code_for_other_settings_stays_on_the_card(name, tmp_path):
+    check_placement(name, train(name, OTHERS[name], tmp_path, execute=False)[-1])
 
 
 class Counter:
@@ -111,8 +114,9 @@ def test_what_torch_has_cached_for_the_cpu_is_not_taken():
     "name", [pytest.param(name, marks=[] if name == "dqn" else [pytest.mark.thorough]) for name in TURBO]
 )
 def test_kernels_are_assembled(name, capability, tmp_path):
-    """For A100, H100 and B200, with all block sizes that inductor would try."""
+    """For A100, H100 and B200, with all block sizes that inductor would try; the code stays on the card."""
     *_, programs = train(name, {}, tmp_path / "runs", execute=False, capability=capability)
+    check_placement(name, programs)
     for i, (function, code) in enumerate(programs.codes):
         (tmp_path / f"{i}_{function}.py").write_text(code)
     script = Path(__file__).with_name("generated_cuda.py")
