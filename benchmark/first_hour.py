@@ -1,17 +1,16 @@
-"""The first hour on a GPU: what only a card can tell, in order, each step once.
+"""Run, in order, the measurements that need a real GPU; each runs once.
 
-    ./run.sh --gpu-first-hour            # an hour at most; the same command goes on where it ended
+    ./run.sh --gpu-first-hour            # an hour at most; the same command resumes where it stopped
     ./run.sh --gpu-first-hour --dry-run  # print the commands
 
 What each step decides, and what is expected, is in doc/gpu_checklist.md. What a step prints is in
-runs/first_hour/<step>.txt, its exit code in results/<machine>/first_hour/<step>.json; one that has succeeded is not run
-again. At the end tables and figures are made of all that is in results/, as by `python -m benchmark.report`.
+runs/first_hour/<step>.txt, its exit code in results/<machine>/first_hour/<step>.json. A step that has succeeded at this
+commit is not run again. At the end tables and figures are made of all that is in results/, as by
+`python -m benchmark.report`.
 """
 
-import contextlib
 import json
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -24,24 +23,28 @@ from benchmark import ROOT
 from benchmark.arguments import check, parse, stop
 from benchmark.report.machine import machine
 from benchmark.results import RESULTS, path_here, store
+from benchmark.speed import rounds
 
-BOTH = "--modes plain compile+cudagraphs"
+SPEED = "-m benchmark.speed --quick"
+FASTEST = f"{SPEED} --modes plain compile+cudagraphs"
+OFF_POLICY = "sac_continuous_action td3_continuous_action"
+ATARI = "ppo_atari_envpool dqn_atari sac_atari"
 PROFILED = "leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs --total-timesteps 6000"
+AUTOTUNE = "--compile-mode max-autotune-no-cudagraphs"
 STEPS = {  # the words behind `python`, and those that make a trial of it
-    "tests": ("-m pytest -m gpu", "--collect-only"),
+    "tests": ("-m pytest -m gpu -k real", "--collect-only"),
     "model": ("-m benchmark.studies.gpu_model", "--repeat 2"),
-    "speed": ("-m benchmark.speed --quick", "--out {runs}/speed"),
     "profile": (f"-m instruments --profile -- {PROFILED} --run-dir {{runs}}/profile", "--learning-starts 100"),
-    "tf32": (f'-m benchmark.speed --quick {BOTH} --flags="--matmul-precision high" --out {{runs}}/tf32', ""),
+    "speed": (SPEED, "--out {runs}/speed"),
     "autotune": (
-        f"-m benchmark.speed --quick {BOTH} --algos sac_continuous_action td3_continuous_action "
-        '--flags="--compile-mode max-autotune-no-cudagraphs" --out {runs}/autotune',
-        "--flags=",  # autotuning is nothing for an emulated device
+        f'{FASTEST} --algos {OFF_POLICY} --flags="{AUTOTUNE}" --out {{runs}}/autotune',
+        "--flags=",  # an emulated device cannot autotune
     ),
-    "threads": (f'-m benchmark.speed --quick {BOTH} --flags="--threads 1" --out {{runs}}/threads', ""),
+    "tf32": (f'{FASTEST} --algos {OFF_POLICY} {ATARI} --flags="--matmul-precision high" --out {{runs}}/tf32', ""),
+    "threads": (f'{FASTEST} --algos {OFF_POLICY} {ATARI} --flags="--threads 1" --out {{runs}}/threads', ""),
     "learning": (
-        "-m benchmark.speed --learn --modes compile+cudagraphs --seeds 1 --total-timesteps 200000 "
-        "--algos sac_continuous_action ppo_continuous_action --out {runs}/learning",
+        "-m benchmark.speed --learn --modes plain compile+cudagraphs --seeds 1 2 --total-timesteps 100000 "
+        f"--algos {OFF_POLICY} --out {{runs}}/learning",
         "",
     ),
 }
@@ -72,58 +75,76 @@ def words_of(args, step):
     return shlex.split(words.format(runs=args.run_dir))
 
 
-def finished(path, command):
-    """Whether this command has succeeded on this machine."""
+def commit():
+    """The commit that is checked out, and whether files differ from it; None outside of git."""
+    result = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return result.stdout.strip() or None
+
+
+def finished(path, step):
+    """Whether this step, a dictionary of its command and so on, has succeeded on this machine."""
     result = json.loads(path.read_text()) if path.exists() else {}
-    return result.get("command") == command and result.get("exit_code") == 0
+    return result.get("exit_code") == 0 and all(result.get(name) == value for name, value in step.items())
 
 
 def run(words, log, seconds):
     """Run a command with its output in a file; its exit code, or None if it did not end in time."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    own_session = {"start_new_session": True, "preexec_fn": rounds.end_with_parent}
     with log.open("w") as output:
-        process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, **own_session
+        )
         try:
             return process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.poll() is None:  # out of time, or interrupted: runs save what they have
-                process.send_signal(signal.SIGINT)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=30)
-                process.kill()
+            rounds.end(process)
+
+
+def run_steps(args):
+    """The names of the steps that failed."""
+    end = time.monotonic() + 60 * args.minutes
+    failed = []
+    for name in [name for name in STEPS if name in args.steps]:
+        words = words_of(args, name)
+        step = {"command": shlex.join(["python", *words]), "commit": commit()}
+        path, log = path_here(args.results, "first_hour", name), args.run_dir / f"{name}.txt"
+        begin = time.monotonic()
+        if finished(path, step):
+            print(f"{name}: done before")
+        elif begin >= end:
+            print(f"{name}: left for the next time")
+        else:
+            print(f"{name}: {step['command']} > {log}", flush=True)
+            code = run(words, log, end - begin)
+            seconds = round(time.monotonic() - begin)
+            if code is None:
+                print(f"{name}: not finished after {seconds} s, left for the next time")
+                continue
+            store(path, step | {"exit_code": code, "seconds": seconds, "machine": machine()})
+            print(f"{name}: {'done' if code == 0 else f'failed, see {log}'}, {seconds} s", flush=True)
+            failed += [name] * (code != 0)
+    return failed
 
 
 def main(args):
     check("steps", args.steps, STEPS)
-    if not args.dry_run and not torch.cuda.is_available():
+    if args.dry_run:
+        print("\n".join(shlex.join(["python", *words_of(args, name)]) for name in STEPS if name in args.steps))
+        return
+    if not torch.cuda.is_available():
         stop("--gpu-first-hour needs a CUDA device, and there is none; --dry-run prints what it does")
-    end = time.monotonic() + 60 * args.minutes
-    failed = []
-    for step in [step for step in STEPS if step in args.steps]:
-        words = words_of(args, step)
-        command = shlex.join(["python", *words])
-        path, log = path_here(args.results, "first_hour", step), args.run_dir / f"{step}.txt"
-        if args.dry_run or finished(path, command):
-            print(command if args.dry_run else f"{step}: done before")
-            continue
-        begin = time.monotonic()
-        if begin >= end:
-            print(f"{step}: left for the next time")
-            continue
-        print(f"{step}: {command} > {log}", flush=True)
-        code = run(words, log, end - begin)
-        seconds = round(time.monotonic() - begin)
-        if code is None:
-            print(f"{step}: not finished after {seconds} s, left for the next time")
-            continue
-        store(path, {"command": command, "exit_code": code, "seconds": seconds, "machine": machine()})
-        print(f"{step}: {'done' if code == 0 else f'failed, see {log}'}, {seconds} s", flush=True)
-        failed += [step] * (code != 0)
-    if not args.dry_run:
-        subprocess.run([sys.executable, "-m", "benchmark.report"], cwd=ROOT, check=True)
+    try:
+        failed = run_steps(args)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command resumes", file=sys.stderr)
+        raise SystemExit(130) from None
+    if subprocess.run([sys.executable, "-m", "benchmark.report"], cwd=ROOT).returncode:
+        failed.append("report")
     if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
         raise SystemExit(1)
 
 

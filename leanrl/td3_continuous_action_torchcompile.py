@@ -266,7 +266,7 @@ class TD3:
         self.updates += 1
 
     def store_and_act(self):
-        """Store the transitions in `input`, and choose actions for the observations behind them."""
+        """Store the transitions in `input`, and choose actions for the observations that follow them."""
         rows, obs, noise = self.input.split(self.input_sizes, -1)
         self.replay.write(rows, self.num_envs)
         self.actions.copy_(self.actor(obs, self.args.exploration_noise * noise))
@@ -631,7 +631,7 @@ def needed_guards(guards):
 
 
 ON_CUDA = {  # inductor's options, mostly for fewer kernels
-    "combo_kernels": True,  # small kernels that do not need each other become one
+    "combo_kernels": True,  # independent small kernels are merged
     "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
     "split_reductions": False,  # one kernel sums over a batch
 }
@@ -640,7 +640,7 @@ ON_CUDA = {  # inductor's options, mostly for fewer kernels
 def compiled(function, mode, options):
     """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
     torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-    torch.autograd.set_multithreading_enabled(False)  # runs it in this thread, which is the one that is traced
+    torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
     options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
     return torch.compile(function, fullgraph=True, options=options)
 

@@ -1,4 +1,4 @@
-"""How long an H100-class GPU computes what was counted: an estimate, every constant of which has a source.
+"""How long an H100-class GPU computes what was counted: an estimate from published constants and two assumptions.
 
     us = device_us({"nodes": 100, "bytes": 40e6, "matmul 2x256x256x256": 6}, BEST)
     python -m benchmark.studies.gpu_model  # on a GPU: measure what the model assumes
@@ -14,7 +14,7 @@ the one before has written. Those of 65 kB reach 29 GB/s, those of 7.16 MB 2031 
 The rates are those of NVIDIA's H100 data sheet (SXM: 67 TFLOP/s in float32, 495 in TF32 without sparsity, 132
 multiprocessors). Tiles and waves are explained in NVIDIA's Matrix Multiplication Background User's Guide. Which tile
 cuBLAS takes, and how much of the rate is reached within it, is not published: `BEST` and `WORST` are assumptions, and
-the reason why an estimate is a range.
+the reason why an estimate is a range. Copies to and from the host count as nodes, whatever their size.
 """
 
 import math
@@ -69,7 +69,7 @@ class Args:
     """replays of each graph; their median counts"""
 
 
-CHAIN = 100  # nodes of a graph that is timed, each of which reads what the one before has written
+CHAIN = 1000  # nodes of a graph that is timed: so many that its launch does not count
 
 
 def measured_us(function, repeat):

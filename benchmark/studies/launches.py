@@ -187,10 +187,10 @@ def like(parts, ours):
     return filled
 
 
-def estimates(parts):
+def estimates(parts, precision="float32"):
     """The least and the most microseconds that a card is expected to compute in a step, updates included."""
     return [
-        sum(device_us(parts[part], matmul) * parts[part]["calls per step"] for part in ("update", "step"))
+        sum(device_us(parts[part], matmul, precision) * parts[part]["calls per step"] for part in ("update", "step"))
         for matmul in (BEST, WORST)
     ]
 
@@ -224,7 +224,7 @@ def comparison(data):
     earlier = data["leanrl_2024"]
     for algo, sps in earlier["published_sps"].items():
         counted = like(earlier["scripts"][algo]["cudagraphs"], data["scripts"][algo]["cudagraphs"])
-        least, most = estimates(counted)
+        least, most = estimates(counted, earlier["precision"].get(algo, "float32"))
         published = f"{1e6 * load(algo).Args().num_envs / sps:.0f} ({sps} steps/s)"
         host = earlier["host_us"].get(algo)
         total = f"{least + host:.0f} to {most + host:.0f}" if host else ""

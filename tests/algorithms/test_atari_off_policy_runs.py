@@ -277,6 +277,17 @@ def test_a_buffer_that_is_too_large_or_too_small_is_refused(script, size, remedy
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_buffer_leaves_room_beside_it(script, missing, monkeypatch):
+    """For the rest of what a device holds, 2 GiB; where a byte is missing it is on the host."""
+    nbytes = 1000 * (SHAPE[1] * SHAPE[2] + 40)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 2**30 + nbytes - missing, 2**40))
+    args = arguments(script, buffer_size=1000)
+    replay = script.make_replay(args, make_envs(script, args), torch.device("cuda"))
+    assert replay.storage.type == ("cpu" if missing else "cuda")
+
+
+@pytest.mark.gpu
 def test_a_buffer_beyond_the_devices_memory_is_on_the_host(script, tmp_path, monkeypatch, capsys):
     """The run is the same, but for what is drawn: random numbers are the host's."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**6, 2**34))

@@ -462,7 +462,8 @@ def test_a_planted_bug_is_caught(algorithm, bug, old, new, caught_by, tmp_path, 
     script = load_copy(name, source.replace(old, new), tmp_path)
     simplify(algorithm, script, monkeypatch)
     train_on_cpu(algorithm, script, tmp_path / "cpu")
-    with pytest.raises((AssertionError, IndexError, RuntimeError, SystemExit)) as caught:
+    rows = (IndexError,) if bug == "rows drawn into other memory" else ()  # which numbers that are NaN draw
+    with pytest.raises((AssertionError, RuntimeError, SystemExit, *rows)) as caught:
         catch(caught_by, algorithm, script, tmp_path / "runs", monkeypatch)
     assert caught.type is not NotImplementedError  # which the emulated device raises
     assert caught.type is not SystemExit or str(caught.value).startswith("error: step ")  # NaN

@@ -22,14 +22,15 @@ SIZES = {
 SMALL_ATARI = REPLAY | {"env_id": "Breakout-v5", "num_envs": 2, "batch_size": 4, "target_network_frequency": 30}
 SIZES["sac_atari"] = SMALL_ATARI
 SIZES["dqn_atari"] = SMALL_ATARI | EPSILON | {"learning_rate": 1e-4}
+TF32 = {"matmul_precision": "high"}  # images then are channels last
 OTHERS = {  # other settings take other ways through the code
     "sac": {"num_envs": 3, "autotune": False, "policy_frequency": 1, "target_network_frequency": 2},
     "td3": {"num_envs": 3, "updates_per_step": 2, "policy_frequency": 3},
     "dqn": {"num_envs": 3, "train_frequency": 2, "target_network_frequency": 50, "tau": 0.5},
     "ppo": {"num_envs": 2, "target_kl": 0.05, "ent_coef": 0.01, "clip_vloss": False},
-    "ppo_atari": {"num_envs": 3, "target_kl": 1e-4, "norm_adv": False, "clip_vloss": False},
-    "dqn_atari": {"num_envs": 3, "train_frequency": 1, "tau": 0.5},
-    "sac_atari": {"num_envs": 3, "update_frequency": 3, "autotune": False, "tau": 0.5},
+    "ppo_atari": {"num_envs": 3, "target_kl": 1e-4, "norm_adv": False, "clip_vloss": False} | TF32,
+    "dqn_atari": {"num_envs": 3, "train_frequency": 1, "tau": 0.5} | TF32,
+    "sac_atari": {"num_envs": 3, "update_frequency": 3, "autotune": False, "tau": 0.5} | TF32,
 }
 SETTINGS = [(name, seed, {}) for name in TURBO for seed in (1, 2)] + [(name, 3, OTHERS[name]) for name in TURBO]
 

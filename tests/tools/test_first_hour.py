@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ def hour(tmp_path, monkeypatch):
     """The driver with steps of a moment each, on a machine that seems to have a CUDA device."""
     monkeypatch.setattr(first_hour, "STEPS", dict(STEPS))
     monkeypatch.setattr(first_hour, "machine", lambda: {"gpu": "a card"})
+    monkeypatch.setattr(first_hour, "commit", lambda: "abc")
     monkeypatch.setattr(first_hour, "path_here", lambda results, kind, name: results / kind / f"{name}.json")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(first_hour, "ROOT", tmp_path)
@@ -53,6 +55,31 @@ def test_a_step_that_fails_is_named_and_run_again(hour, capfd):
     assert codes(hour) == {"first": 0, "second": 0, "third": 0}
     printed = capfd.readouterr().out
     assert "first: done before" in printed and "second: done, " in printed and "third: done before" in printed
+
+
+def test_at_another_commit_steps_run_again(hour, monkeypatch, capfd):
+    del first_hour.STEPS["second"]
+    hour.steps = ("first", "third")
+    first_hour.main(hour)
+    monkeypatch.setattr(first_hour, "commit", lambda: "def")
+    first_hour.main(hour)
+    assert "done before" not in capfd.readouterr().out
+
+
+def test_an_interrupt_ends_the_step_and_says_how_to_go_on(hour, monkeypatch, capfd):
+    marker = hour.run_dir / "went_on"
+    first_hour.STEPS["first"] = (f'-c "import time; time.sleep(1); open({str(marker)!r}, chr(119))"', "")
+
+    def interrupt(process, timeout=None):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
+        patch.setattr(subprocess.Popen, "wait", interrupt)
+        patch.setattr(first_hour.rounds, "end", lambda process: process.kill())
+        first_hour.main(hour)
+    assert codes(hour) == {} and "the same command resumes" in capfd.readouterr().err
+    time.sleep(1.5)
+    assert not marker.exists()
 
 
 def test_when_the_time_is_over_a_step_ends_and_the_rest_is_left(hour, capfd):
