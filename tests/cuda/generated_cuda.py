@@ -315,7 +315,9 @@ class Kernel:
             if not has_mask:  # any block that a card may choose has to divide, and so may a larger one
                 divisor = math.gcd(*numels)
                 largest = max(divisor & -divisor, min(largest, TRITON_MAX_BLOCK[name.removesuffix("BLOCK")]))
-            blocks[name] = min(largest, 1024 if reduces else 2**18)  # in all at most 2**20 numbers
+            blocks[name] = min(largest, 1024 if reduces else 2**18)
+        while math.prod(blocks.values()) > 2**20:  # the most that Triton takes
+            blocks[max(blocks, key=blocks.get)] //= 2
         grid = triton_heuristics.GridExpr.from_meta(self.meta, blocks).eval_slow(given | blocks)
         with MEMORY.only([x for x in args if torch.is_tensor(x)]):
             self.function[grid](*args, **blocks)

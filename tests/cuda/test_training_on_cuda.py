@@ -30,7 +30,7 @@ OTHERS = {  # other settings take other ways through the code
     "ppo": {"num_envs": 2, "target_kl": 0.05, "ent_coef": 0.01, "clip_vloss": False},
     "ppo_atari": {"num_envs": 3, "target_kl": 1e-4, "norm_adv": False, "clip_vloss": False} | TF32,
     "dqn_atari": {"num_envs": 3, "train_frequency": 1, "tau": 0.5} | TF32,
-    "sac_atari": {"num_envs": 3, "update_frequency": 3, "autotune": False, "tau": 0.5} | TF32,
+    "sac_atari": {"num_envs": 3, "update_frequency": 3, "autotune": False, "tau": 0.5},
 }
 SETTINGS = [(name, seed, {}) for name in TURBO for seed in (1, 2)] + [(name, 3, OTHERS[name]) for name in TURBO]
 
