@@ -76,8 +76,8 @@ def words_of(args, step):
 
 
 def commit():
-    """The commit that is checked out, and whether files differ from it; None outside of git."""
-    result = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    """The commit that is checked out, None outside of git; the report changes files, so these do not count."""
+    result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return result.stdout.strip() or None
 
 

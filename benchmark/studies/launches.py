@@ -182,7 +182,7 @@ def like(parts, ours):
     for part in ("update", "step"):
         launched, our_launched = (sum(x[part].get(name, 0) for name in LAUNCHED) for x in (parts, ours))
         matmuls = parts[part].get("matmuls", 0) / ours[part].get("matmuls", 1)
-        sizes = {name: count * matmuls for name, count in ours[part].items() if name.startswith("matmul ")}
+        sizes = {name: ours[part][name] * matmuls for name in shapes(ours[part])}
         filled[part] = parts[part] | sizes | {"bytes": ours[part].get("bytes", 0) * launched / max(our_launched, 1)}
     return filled
 

@@ -510,7 +510,7 @@ def launch(operator, args, kwargs, kind, random_numbers):
         return results  # nothing to compute, and so no kernel
 
     on_host = {name: CPU if name == "device" and value is not None else value for name, value in kwargs.items()}
-    operator_args = args
+    counts = cost(operator.overloadpacket.__name__, args, results)
     # a host's number is read now, as an argument of the kernel
     args, on_host = replaced(args, frozen), {name: replaced(value, frozen) for name, value in on_host.items()}
     outputs = [] if kind == "writes" else [tensor.memory for tensor in tensors_in([results])]
@@ -523,7 +523,6 @@ def launch(operator, args, kwargs, kind, random_numbers):
                 output.copy_(value)
 
     own_numbers = random_numbers and not DEVICE.draws_like_cpu
-    counts = cost(operator.overloadpacket.__name__, operator_args, results)
     DEVICE.enqueue(run, DEVICE.next_random if own_numbers else None, counts)
     return results
 

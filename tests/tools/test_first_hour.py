@@ -66,6 +66,19 @@ def test_at_another_commit_steps_run_again(hour, monkeypatch, capfd):
     assert "done before" not in capfd.readouterr().out
 
 
+def test_what_the_report_writes_is_no_other_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(first_hour, "ROOT", tmp_path)
+    assert first_hour.commit() is None
+    page = tmp_path / "README.md"
+    page.write_text("not measured")
+    author = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.com"]
+    for words in (["init"], ["add", "."], [*author, "commit", "-m", "a page"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
+    before = first_hour.commit()
+    page.write_text("measured")
+    assert first_hour.commit() == before is not None
+
+
 def test_an_interrupt_ends_the_step_and_says_how_to_go_on(hour, monkeypatch, capfd):
     marker = hour.run_dir / "went_on"
     first_hour.STEPS["first"] = (f'-c "import time; time.sleep(1); open({str(marker)!r}, chr(119))"', "")
