@@ -13,8 +13,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+import torch.utils._device
 from emulated_cuda import emulated_cuda
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+torch.utils._device._device_constructors()  # memoized: not first called in a test that has replaced torch.empty
 
 ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")}
 ALGORITHMS |= {"dqn": "dqn", "ppo_atari": "ppo_atari_envpool", "dqn_atari": "dqn_atari", "sac_atari": "sac_atari"}
