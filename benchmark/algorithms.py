@@ -12,6 +12,8 @@ class Algorithm(NamedTuple):
     quick_steps: int  # the same with 40 seconds
     budget: int  # of a learning run, as published
     speed: int  # steps per second of the plain script on 2 cores, only to tell how long a matrix takes
+    compiled: int  # and of the turbo script with --compile
+    env_ids: tuple[str, ...]  # of learning runs
     flags: str = ""  # of the speed rounds, so that they soon reach steady state
     atari: bool = False
     has_peers: bool = True  # Stable-Baselines3 and SBX have no SAC for discrete actions
@@ -23,15 +25,21 @@ class Algorithm(NamedTuple):
 
 
 FULL_SOON = "--learning-starts 1000 --buffer-size 100000"
+CHEETAH, CARTPOLE, BREAKOUT, BEAM_RIDER = "HalfCheetah-v5", "CartPole-v1", "Breakout-v5", "BeamRider-v5"
+WALKERS = (CHEETAH, "Hopper-v5", "Walker2d-v5")
+SIX = (*WALKERS, "InvertedPendulum-v5", "Humanoid-v5", "Pusher-v5")
+CLASSIC = (CARTPOLE, "Acrobot-v1", "MountainCar-v0")
+GAMES = (BREAKOUT, "Pong-v5", BEAM_RIDER)
+MILLION = 1_000_000
 ALGORITHMS = {
-    "sac_continuous_action": Algorithm("SAC", "HalfCheetah-v5", 15_000, 9_000, 1_000_000, 100),
-    "td3_continuous_action": Algorithm("TD3", "HalfCheetah-v5", 45_000, 32_000, 1_000_000, 170),
-    "ppo_continuous_action": Algorithm("PPO", "HalfCheetah-v5", 150_000, 60_000, 1_000_000, 1300),
-    "ppo_atari_envpool": Algorithm("PPO", "Breakout-v5", 40_000, 16_000, 10_000_000, 350, atari=True),
-    "dqn": Algorithm("DQN", "CartPole-v1", 400_000, 150_000, 500_000, 3700),
-    "dqn_atari": Algorithm("DQN", "Breakout-v5", 14_000, 6_000, 10_000_000, 120, FULL_SOON, atari=True),
+    "sac_continuous_action": Algorithm("SAC", CHEETAH, 15_000, 9_000, MILLION, 100, 200, WALKERS),
+    "td3_continuous_action": Algorithm("TD3", CHEETAH, 45_000, 32_000, MILLION, 170, 280, WALKERS),
+    "ppo_continuous_action": Algorithm("PPO", CHEETAH, 150_000, 60_000, MILLION, 1300, 7000, SIX),
+    "ppo_atari_envpool": Algorithm("PPO", BREAKOUT, 40_000, 16_000, 10 * MILLION, 350, 500, GAMES, atari=True),
+    "dqn": Algorithm("DQN", CARTPOLE, 400_000, 150_000, MILLION // 2, 3700, 11_000, CLASSIC),
+    "dqn_atari": Algorithm("DQN", BREAKOUT, 14_000, 6_000, 10 * MILLION, 120, 150, GAMES, FULL_SOON, atari=True),
     "sac_atari": Algorithm(
-        "SAC-discrete", "BeamRider-v5", 4_000, 2_000, 5_000_000, 25, FULL_SOON, atari=True, has_peers=False
+        "SAC-discrete", BEAM_RIDER, 4_000, 2_000, 5 * MILLION, 25, 30, (BEAM_RIDER,), FULL_SOON, True, has_peers=False
     ),
 }
 

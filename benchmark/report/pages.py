@@ -2,6 +2,7 @@
 
     python -m benchmark.report
     python -m benchmark.report --check  # exit code 1 if a committed table is not what the data gives
+    python -m benchmark.report --stale  # exit code 1 if a result is of an earlier edition of its script
 
 Speeds (speed/) are medians over seeds with their range; ratios are to the plain script of the same round. Where there
 is no result a table says "not measured". What the curves of doc/artifacts/*.csv (curves.py) end at is in the pages of
@@ -9,19 +10,20 @@ the algorithms, and what studies/ have measured mostly in doc/speed.md.
 """
 
 import base64
+import html
 import json
 import statistics
 import sys
 from dataclasses import dataclass
 from math import inf
 
-from benchmark import ROOT
+from benchmark import ROOT, editions, published
 from benchmark.algorithms import ALGORITHMS, named
 from benchmark.report import curves, figures
 from benchmark.report.machine import describe
 from benchmark.report.tables import Table, spread, with_table
-from benchmark.speed.rounds import MODES, PEERS
-from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, scaling
+from benchmark.speed.rounds import MKL, MODES, PEERS
+from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, mkl, scaling
 from benchmark.studies.tips import before_after
 
 CURVES = {  # of doc/artifacts, by the page that shows them
@@ -31,17 +33,32 @@ CURVES = {  # of doc/artifacts, by the page that shows them
     "doc/dqn.md": ("dqn_cartpole", "dqn_breakout"),
     "doc/sac_discrete.md": ("sac_discrete_entropy",),
 }
+CAPTIONS = {
+    "sac_halfcheetah": "SAC, HalfCheetah-v5: plain and turbo",
+    "sac_init_entropy": "SAC, HalfCheetah-v5: entropy of the policy at the start",
+    "td3_halfcheetah": "TD3, HalfCheetah-v5: plain and turbo",
+    "ppo_halfcheetah": "PPO, HalfCheetah-v5: plain, turbo, and without the values of truncated episodes",
+    "ppo_init_entropy": "PPO, HalfCheetah-v5: entropy of the policy at the start",
+    "ppo_pong": "PPO, Pong-v5: the first steps",
+    "ppo_breakout": "PPO, Breakout-v5: the first steps",
+    "dqn_cartpole": "DQN, CartPole-v1: plain and turbo",
+    "dqn_breakout": "DQN, Breakout-v5: the first steps",
+    "sac_discrete_entropy": "SAC-discrete, Breakout-v5: entropy of the policy",
+}
+HEADLINE = ("ppo_continuous_action", "HalfCheetah-v5")
 SPEED = ("", "mode", "steps/s", "ratio to plain", "warm-up, s", "pays off after, steps")
-LEARNING = ("", "mode", "seeds", "steps", "return at the end", "95% interval", "minutes")
+LEARNING = ("", "mode", "return", "of each seed", "steps", "minutes", "CleanRL")
 MACHINES = ("machine", "driver", "packages")
 NOT_MEASURED = "not measured"
-BARS = "doc/artifacts/speed_{}.svg"
+KEPT = ("speed", "learning")  # pictures that pages show, in doc/artifacts
 
 
 @dataclass
 class Args:
     check: bool = False
     """change nothing; name the tables that are not what the data gives"""
+    stale: bool = False
+    """change nothing; name the results whose scripts have changed since"""
 
 
 def load(folder):
@@ -68,7 +85,7 @@ def grouped(results):
     for result in sorted(results, key=lambda result: (order.index(result["algo"]), result["env_id"], result["seed"])):
         modes = groups.setdefault((result["algo"], result["env_id"]), {})
         modes.setdefault(result["mode"], []).append(result)
-    known = [*MODES, *PEERS]
+    known = [name for mode in (*MODES, *PEERS) for name in (mode, mode + MKL)]
     return {key: dict(sorted(modes.items(), key=lambda item: known.index(item[0]))) for key, modes in groups.items()}
 
 
@@ -97,7 +114,7 @@ def speed_row(name, mode, results):
         said = ["too short to measure", *said]
     columns = [(figures.speed_ratios(done), "{:.2f}"), (warmups, "{:.1f}"), (payoffs, "{:.0f}")]
     cells = [spread(values, form).replace("inf", "-") if values else "" for values, form in columns]
-    return [name, mode, "; ".join(said), *cells]
+    return [name, editions.marked(mode, results), "; ".join(said), *cells]
 
 
 def speed_tables(results):
@@ -130,7 +147,8 @@ def caption(results):
     seeds = sorted({result["seed"] for result in results})
     kinds = {named(result["algo"], result["env_id"]): result["kind"] for result in results}
     text = f"{describe(machine)}; torch {', '.join(torch)}; precision of float32 matmuls: {', '.join(matmuls)}; "
-    text += f"seeds {', '.join(map(str, seeds))}."
+    text += f"seeds {', '.join(map(str, seeds))}"
+    text += f"; {editions.dates(results)}." if editions.dates(results) else "."
     quick = [name for name, kind in kinds.items() if kind == "quick"]
     if quick:
         text += f" One seed and fewer steps (--quick): {'all' if len(quick) == len(kinds) else '; '.join(quick)}."
@@ -143,7 +161,7 @@ def learning_tables(results):
     for own in results["learning"].values():
         groups = grouped(own)
         rows = [
-            learning_row(named(algo, env_id), mode, runs)
+            learning_row(algo, env_id, mode, runs)
             for (algo, env_id), modes in groups.items()
             for mode, runs in modes.items()
         ]
@@ -151,29 +169,31 @@ def learning_tables(results):
     return tables or [Table("", LEARNING, [["all", "all", NOT_MEASURED, "", "", "", ""]])]
 
 
-def learning_row(name, mode, runs):
+def learning_row(algo, env_id, mode, runs):
     """A row of the learning table: `runs` are those of a mode."""
+    name = named(algo, env_id)
     done = [run for run in runs if run.get("curve")]
-    seeds = [str(run["seed"]) for run in done]
     said = [f"seed {run['seed']} failed: {run['failed']}" for run in runs if "failed" in run]
     if not done:
         return [name, mode, "; ".join(said) or "no episode has ended", "", "", "", ""]
     ends = []
     for run in done:
         steps, _, returns = zip(*run["curve"], strict=True)
-        ends.append([curves.last_tenth(steps, returns)])
-    middle, low, high = figures.middle_and_interval(ends)
-    interval = f"{low[0]:.1f} to {high[0]:.1f}" if len(done) > 1 else ""
+        ends.append(curves.last_tenth(steps, returns))
+    middle = f"{statistics.mean(ends):.1f}"
+    if len(ends) > 1:
+        middle += f" ± {statistics.stdev(ends):.1f}"
+    each = [f"{run['seed']}: {end:.1f}" for run, end in zip(done, ends, strict=True)]
     steps = min(run["summary"]["global_step"] for run in done)
     minutes = statistics.median(run["summary"]["wall_seconds"] / 60 for run in done)
     return [
         name,
-        mode,
-        "; ".join([", ".join(seeds), *said]),
+        editions.marked(mode, runs),
+        middle,
+        "; ".join([*each, *said]),
         f"{steps}",
-        f"{middle[0]:.1f}",
-        interval,
-        f"{minutes:.0f}",
+        f"{minutes:.1f}",
+        published.cleanrl(algo, env_id),
     ]
 
 
@@ -193,23 +213,42 @@ def texts(results):
     tables = {"speed": speed_tables(results), "learning": learning_tables(results)}
     tables["machines"] = [machine_table(results)]
     parts = [table.markdown() for table in tables["speed"]]
-    parts += [f"![Speed]({BARS.format(slug)})" for slug in results["speed"]]
+    parts += [f"![Speed](doc/artifacts/speed_{slug}.svg)" for slug in results["speed"]]
     markdown = "\n\n".join(parts)
+    learned = [table.markdown() for table in tables["learning"]]
+    learned += [f"![{caption}](artifacts/{name}.svg)" for name, caption in learning_pictures(results)]
     ends = {page: {name: curves.table(artifact(f"{name}.csv")) for name in names} for page, names in CURVES.items()}
     tables["curves"] = [table for shown in ends.values() for table in shown.values()]
-    pages = {"README.md": {"speed": markdown}}
+    pages = {"README.md": {"speed": markdown, "headline": headline(results)}}
+    pages["doc/results.md"] = {"learning": "\n\n".join(learned)}
     pages["doc/report.html"] = {name: "\n".join(table.html() for table in some) for name, some in tables.items()}
+    pages["doc/report.html"]["headline"] = f"<p>{html.escape(headline(results))}</p>"
     for page, shown in ends.items():
         pages[page] = {f"curve {name}": table.markdown() for name, table in shown.items()}
     measured = ROOT / "results"
     pages["doc/speed.md"] = {f"tricks of {algo}": ablation.text(algo, measured) for algo in ablation.TRICKS}
-    pages["doc/speed.md"] |= {"scaling": scaling.table(measured), "tips": before_after.table(measured)}
+    pages["doc/speed.md"] |= {
+        "scaling": scaling.table(measured),
+        "tips": before_after.table(measured),
+        "mkl": mkl.table(measured),
+    }
     pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured)}
     pages["doc/debugging.md"] = {"overhead": instrument_overhead.table(measured)}
     counted = json.loads(launches.DATA.read_text())
     pages["doc/speed.md"]["launches"] = launches.table(counted)
     pages["doc/speed.md"]["leanrl"] = launches.comparison(counted)
     return pages
+
+
+def earlier_editions(folder):
+    """Results under `folder` whose scripts have changed since, or that do not say what they measured, a line each."""
+    for path in sorted(folder.glob("*/*/**/*.json")):
+        result = json.loads(path.read_text())
+        for part in result["modes"].values() if "ablation" in path.parts else [result]:
+            names = editions.changed(part)
+            if names or (names is None and "failed" not in part):
+                why = f"{', '.join(names)} changed after {part['date']}" if names else "does not say what it measured"
+                yield f"{path.relative_to(folder)}: {why}"
 
 
 def stale(results):
@@ -229,17 +268,50 @@ def write(results):
     pictures = figures.draw(groups)
     scaling.draw_all(ROOT / "results")
     tables = texts(results)
-    embedded = [image(name, svg, "svg+xml") for name, svg in pictures.items()]
-    names = [name for names in CURVES.values() for name in names]
-    embedded += [image(name, artifact(f"{name}.png").read_bytes(), "png") for name in names]
-    tables["doc/report.html"]["figures"] = "\n".join(embedded)
+    embedded = {kind: [] for kind in ("learning", "speed", "load", "curve")}
+    for picture in pictures.values():
+        embedded[picture.kind].append(image(picture.caption, picture.svg, "svg+xml"))
+    for names in CURVES.values():
+        for name in names:
+            embedded["curve"].append(image(CAPTIONS[name], artifact(f"{name}.png").read_bytes(), "png"))
+    for kind, images in embedded.items():
+        tables["doc/report.html"][f"{kind} figures"] = "\n".join(images)
     for page, parts in tables.items():
         text = (ROOT / page).read_text()
         for name, part in parts.items():
             text = with_table(text, name, part)
         (ROOT / page).write_text(text)
-    for slug in results["speed"]:
-        (ROOT / BARS.format(slug)).write_bytes(pictures[f"speed_{slug}"])
+    for name, picture in pictures.items():
+        if picture.kind in KEPT:
+            artifact(f"{name}.svg").write_bytes(picture.svg)
+
+
+def learning_pictures(results):
+    """Names and captions of the learning curves that there are."""
+    for slug, own in results["learning"].items():
+        for (algo, env_id), modes in grouped(own).items():
+            if any(run.get("curve") for runs in modes.values() for run in runs):
+                yield f"learning_{slug}_{algo}_{env_id}".replace("/", "-"), named(algo, env_id)
+
+
+def headline(results):
+    """How fast the fastest mode learns to run as a cheetah, in a sentence for each machine."""
+    sentences = []
+    for own in results["learning"].values():
+        runs = [run for run in own if (run["algo"], run["env_id"]) == HEADLINE and run.get("curve")]
+        runs = [run for run in runs if run["mode"] != "plain"]
+        if not runs:
+            continue
+        ends = [curves.last_tenth(*list(zip(*run["curve"], strict=True))[::2]) for run in runs]
+        minutes = statistics.median(run["summary"]["wall_seconds"] / 60 for run in runs)
+        threads = runs[0]["config"]["threads"]
+        cores = {0: "all cores", 1: "one core"}.get(threads, f"{threads} cores")
+        sentences.append(
+            f"PPO makes the million steps of HalfCheetah-v5 in {minutes:.1f} minutes on {cores} of a "
+            f"{describe(runs[0]['machine'])} machine, and reaches a return of {statistics.mean(ends):.0f} "
+            f"(mean of {len(runs)} seeds; CleanRL's table has {published.cleanrl(*HEADLINE)})."
+        )
+    return " ".join(sentences) or f"Learning at the published budgets: {NOT_MEASURED}."
 
 
 def artifact(name):
@@ -247,19 +319,20 @@ def artifact(name):
     return ROOT / "doc" / "artifacts" / name
 
 
-def image(name, data, kind):
+def image(caption, data, kind):
     """A figure as part of a page that needs no other file."""
     data = base64.b64encode(data).decode()
-    picture = f'<img alt="{name}" src="data:image/{kind};base64,{data}">'
-    return f"<figure>{picture}<figcaption>{name.replace('_', ' ')}</figcaption></figure>"
+    caption = html.escape(caption)
+    picture = f'<img alt="{caption}" src="data:image/{kind};base64,{data}">'
+    return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
 
 
 def main(args):
     results = load(ROOT / "results")
-    if not args.check:
+    if not args.check and not args.stale:
         write(results)
         return
-    lines = stale(results)
+    lines = stale(results) if args.check else list(dict.fromkeys(earlier_editions(ROOT / "results")))
     for line in lines:
         print(line, file=sys.stderr)
     raise SystemExit(1 if lines else 0)

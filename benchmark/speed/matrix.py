@@ -3,7 +3,10 @@
     python -m benchmark.speed --dry-run  # print the commands
     python -m benchmark.speed            # speed: rounds in which the modes are interleaved (rounds.py)
     python -m benchmark.speed --quick    # the same in less time
-    python -m benchmark.speed --learn    # learning curves: one run after the other, at the published budgets
+    python -m benchmark.speed --learn    # learning curves, at the published budgets
+
+Learning runs are many: --algos, --env-ids, --modes and --seeds choose some, and --parallel runs several at once. What
+they take is printed first.
 
 A result is the JSON file of a run: speed/<algo>/<env_id>/<mode>/<seed>.json, or quick/... or learning/... . Where the
 run crashed it names the log ("failed"). The same command goes on where it was interrupted: a round is not run again if
@@ -13,10 +16,12 @@ all that is in results/, as by `python -m benchmark.report`.
 
 import contextlib
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -26,7 +31,7 @@ from statistics import mean
 import torch
 from tqdm import tqdm
 
-from benchmark import ROOT
+from benchmark import ROOT, editions
 from benchmark.algorithms import ALGORITHMS
 from benchmark.arguments import check, refuse, stop
 from benchmark.report.machine import machine, slug
@@ -40,6 +45,7 @@ except ImportError as error:  # not after hours
     stop(f"python -m benchmark.speed: pip install -r requirements/test.txt ({error})")
 
 POINTS = 200  # of a learning curve
+SPANS = {"an hour": 1, "a night": 10}  # hours
 START_SECONDS = {True: 50, False: 10}  # of a mode with and without --compile, to tell how long a matrix takes
 
 
@@ -47,15 +53,21 @@ START_SECONDS = {True: 50, False: 10}  # of a mode with and without --compile, t
 class Args(rounds.RunArgs):
     algos: tuple[str, ...] = tuple(ALGORITHMS)
     """names of the plain scripts, without .py"""
+    env_ids: tuple[str, ...] | None = None
+    """environments, for all algorithms (by default each algorithm's in algorithms.py)"""
     modes: tuple[str, ...] | None = None
-    """modes to run, and peers: sb3 and sbx (by default all; --quick and --learn without peers); what this machine has
-    no CUDA device or no packages for is left out"""
+    """modes to run, and peers: sb3 and sbx (by default all; --quick without peers; --learn plain and the fastest);
+    what this machine has no CUDA device or no packages for is left out"""
+    mkl_on_amd: bool = False
+    """also measure modes with tools/mkl_on_amd.py, which speeds up matmuls on AMD processors"""
     seeds: tuple[int, ...] | None = None
     """one round of all modes for each (by default 21 31 41)"""
     quick: bool = False
     """half an hour on 2 cores: fewer steps, seed 21 alone, no peers"""
     learn: bool = False
     """learning curves instead of speed: each run by itself, at the published budget"""
+    parallel: int = 1
+    """learning runs at a time; each gets an equal part of the cores"""
     out: Path = RESULTS
     """folder for the results; those of other flags, such as another precision, need one of their own"""
     run_dir: Path = Path("runs/matrix")
@@ -65,16 +77,17 @@ class Args(rounds.RunArgs):
 
 
 class Job:
-    """What runs at a time: a speed round of an algorithm's modes with one seed, or a single learning run."""
+    """What runs at a time: a speed round of an algorithm's modes with one seed."""
 
-    def __init__(self, args, algo, modes, seed):
+    learn = False
+
+    def __init__(self, args, algo, env_id, modes, seed):
         algorithm = ALGORITHMS[algo]
-        self.learn = args.learn
         self.algo = algo
         self.modes = modes
         self.programs = rounds.programs_of(algo, modes)
         self.seed = seed
-        self.env_id = args.env_id or algorithm.env_id
+        self.env_id = env_id
         steps = args.total_timesteps
         steps = steps or (algorithm.budget if args.learn else algorithm.quick_steps if args.quick else algorithm.steps)
         self.kind = "learning" if args.learn else "quick" if args.quick else "speed"
@@ -87,21 +100,19 @@ class Job:
             monitor=args.monitor,
             run_dir=args.run_dir / self.kind / algo / plain_name(self.env_id),
         )
+        if args.parallel > 1:
+            self.args.flags += f" --threads={max(1, os.cpu_count() // args.parallel)}"
         self.starting = {mode: START_SECONDS["compile" in mode] for mode in modes}
-        training = len(modes) * steps / algorithm.speed  # if every mode were as fast as plain
-        self.slice = training / (60 * len(modes))  # or longer, and fewer of them
-        self.seconds = sum(self.starting.values()) + training
+        self.slice = steps / algorithm.speed / 60  # or longer, and fewer of them
+        speeds = [algorithm.compiled if self.learn and "compile" in mode else algorithm.speed for mode in modes]
+        self.seconds = sum(self.starting.values()) + sum(steps / speed for speed in speeds)
 
     def folder(self, mode):
         return self.args.run_dir / mode / str(self.seed)
 
     def command(self, mode):
         """The words behind `python`."""
-        program = self.programs[mode]
-        if self.learn:  # the script itself, not interleaved
-            script, *flags = program[len(rounds.INTERLEAVED) :]
-            program = [f"leanrl/{script}.py", *flags]
-        return rounds.command(self.args, program, self.seed, self.folder(mode))
+        return rounds.command(self.args, self.programs[mode], self.seed, self.folder(mode))
 
     def result_path(self, out, mode):
         return out / self.kind / self.algo / plain_name(self.env_id) / mode / f"{self.seed}.json"
@@ -117,31 +128,15 @@ class Job:
                 return False
         return True
 
+    def clear(self):
+        """Remove what an interrupted run has left."""
+        for mode in self.modes:
+            shutil.rmtree(self.folder(mode), ignore_errors=True)
+
     def run(self, on_slice):
         """Train; the modes' exit codes."""
-        for mode in self.modes:
-            shutil.rmtree(self.folder(mode), ignore_errors=True)  # of a round that was interrupted
-        if self.learn:
-            return self.run_alone(on_slice)
+        self.clear()
         return rounds.run_round(self.args, self.programs, self.seed, on_slice)
-
-    def run_alone(self, on_slice):
-        """Train the one mode of a learning run by itself."""
-        (mode,) = self.modes
-        monitor = Monitor(self.args.monitor)
-        script, *flags = self.command(mode)
-        nowhere = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-        process = rounds.start([str(ROOT / script), *flags], self.folder(mode), **nowhere)
-        try:
-            with monitor.watching(mode, process.pid):
-                while (status := process.poll()) is None:
-                    on_slice(mode)
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(timeout=self.slice)
-        finally:
-            rounds.end(process)
-        monitor.save(mode, self.folder(mode))
-        return {mode: status}
 
     def results(self, statuses, machine):
         """The modes' results, after `run`."""
@@ -159,6 +154,7 @@ class Job:
         if status or not summaries:
             return result | {"failed": str(folder / "log.txt"), "exit_code": status}
         (path,) = summaries
+        result |= editions.today(*path.parent.glob("*.py"))  # the run's copy of the script; peers have none
         result["summary"] = json.loads(path.read_text())
         result["summary"].pop("slice_speeds", None)
         config = path.with_name("config.json")
@@ -170,6 +166,39 @@ class Job:
         if self.learn:
             result["curve"] = curve(path.parent)
         return result
+
+
+class LearningRun(Job):
+    """A run of one mode, the script by itself."""
+
+    learn = True
+
+    def command(self, mode):
+        script, *flags = self.programs[mode][len(rounds.INTERLEAVED) :]
+        return rounds.command(self.args, [f"leanrl/{script}.py", *flags], self.seed, self.folder(mode))
+
+    def start(self):
+        """Start to train."""
+        self.clear()
+        (self.mode,) = self.modes
+        self.monitor = Monitor(self.args.monitor)
+        script, *flags = self.command(self.mode)
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        pipes["env"] = os.environ | rounds.environment(self.mode)
+        self.process = rounds.start([str(ROOT / script), *flags], self.folder(self.mode), **pipes)
+        self.watching = contextlib.ExitStack()
+        self.watching.enter_context(self.monitor.watching(self.mode, self.process.pid))
+
+    def statuses(self):
+        """The mode's exit code; None as long as it trains."""
+        status = self.process.poll()
+        return None if status is None else {self.mode: status}
+
+    def end(self):
+        """Save what the monitor has seen; a process that still trains is killed."""
+        rounds.end(self.process)
+        self.watching.close()
+        self.monitor.save(self.mode, self.folder(self.mode))
 
 
 def plain_name(env_id):
@@ -210,36 +239,90 @@ def jobs(args):
             if not modes:
                 continue
             modes = rounds.alternating(modes, i)
-            for group in [[mode] for mode in modes] if args.learn else [modes]:
-                yield Job(args, algo, group, seed)
+            algorithm = ALGORITHMS[algo]
+            for env_id in args.env_ids or (algorithm.env_ids if args.learn else (algorithm.env_id,)):
+                if args.learn:
+                    yield from (LearningRun(args, algo, env_id, [mode], seed) for mode in modes)
+                else:
+                    yield Job(args, algo, env_id, modes, seed)
+
+
+def progress(todo, left):
+    """A progress bar that counts the expected seconds of jobs; those that are not in `left` are finished."""
+    bar_format = "{l_bar}{bar}| {elapsed}, {remaining} left{postfix}"
+    total = sum(job.seconds for job in todo)
+    initial = total - sum(job.seconds for job in left)
+    return tqdm(total=total, initial=initial, bar_format=bar_format, smoothing=0)
 
 
 def measure(todo, out, here):
-    """Run all jobs that are not finished, with a progress bar that counts their expected seconds."""
-    done = [job for job in todo if job.finished(out)]
-    bar_format = "{l_bar}{bar}| {elapsed}, {remaining} left{postfix}"
-    total = sum(job.seconds for job in todo)
-    initial = sum(job.seconds for job in done)
-    with tqdm(total=total, initial=initial, bar_format=bar_format, smoothing=0) as bar:
-        for job in todo:
-            if job in done:
-                continue
+    """Run all rounds that are not finished."""
+    left = [job for job in todo if not job.finished(out)]
+    with progress(todo, left) as bar:
+        for job in left:
             end = bar.n + job.seconds
 
             def on_slice(mode, job=job, end=end):
                 bar.set_postfix_str(f"{job.algo} {mode} seed {job.seed}", refresh=False)
                 bar.update(min(job.starting.pop(mode, job.slice), end - bar.n))
 
-            results = job.results(job.run(on_slice), here)
-            for mode, result in results.items():
-                store(job.result_path(out, mode), result)
+            keep(job, job.run(on_slice), out, here)
             bar.update(end - bar.n)
+
+
+def learn(todo, out, here, parallel):
+    """Run all learning runs that are not finished, `parallel` at a time."""
+    left = [job for job in todo if not job.finished(out)]
+    with progress(todo, left) as bar:
+        running = []
+        try:
+            while left or running:
+                while left and len(running) < parallel:
+                    running.append(left.pop(0))
+                    running[-1].start()
+                time.sleep(0.1)
+                for job in running[:]:
+                    statuses = job.statuses()
+                    if statuses:
+                        running.remove(job)
+                        job.end()
+                        keep(job, statuses, out, here)
+                        bar.update(job.seconds)
+        finally:
+            for job in running:
+                job.end()
+
+
+def keep(job, statuses, out, here):
+    """Store the results of a job that has run."""
+    for mode, result in job.results(statuses, here).items():
+        store(job.result_path(out, mode), result)
+
+
+def what_fits(todo):
+    """How long learning runs take, and which of them fit into an hour and into a night, the shortest first."""
+    groups = {}
+    for job in todo:
+        name = f"{job.algo} {job.env_id} {job.modes[0]}"
+        groups[name] = groups.get(name, 0) + job.seconds / 3600
+    seeds = len({job.seed for job in todo})
+    yield f"{len(todo)} learning runs, about {sum(groups.values()):.1f} hours on 2 cores"
+    for span, limit in SPANS.items():
+        fitting, hours = [], 0.0
+        for name in sorted(groups, key=groups.get):
+            if hours + groups[name] <= limit:
+                fitting.append(name)
+                hours += groups[name]
+        yield f"into {span} fit {len(fitting) * seeds} ({hours:.1f} hours): {'; '.join(fitting) or 'none'}"
 
 
 def missing(mode):
     """What a mode needs and this machine has not, or None."""
     if rounds.needs_device(mode):
         return "a CUDA device"
+    if mode in rounds.MKL_MODES and torch.cuda.is_available():
+        return "a run on the CPU"
+    mode = mode.removesuffix(rounds.MKL)
     if mode in rounds.PEERS and not find_spec(rounds.PEER_MODULES[mode]):
         return "requirements/peers.txt"
     if mode == "sbx" and torch.cuda.is_available() and not entry_points(group="jax_plugins"):
@@ -255,13 +338,17 @@ def is_published(out):
 def complete(args):
     """Check the arguments and give those that were left out their values."""
     check("algos", args.algos, ALGORITHMS)
-    known = rounds.MODES if args.learn else rounds.MODES | rounds.PEERS
-    check("modes", args.modes or (), known)
+    known = dict.fromkeys(rounds.MODES if args.learn else rounds.MODES | rounds.PEERS)
+    with_mkl = dict.fromkeys(mode for mode in rounds.MKL_MODES if mode.removesuffix(rounds.MKL) in known)
+    check("modes", args.modes or (), known | with_mkl)
     for name in ("flags", "num_envs"):
         if getattr(args, name) and is_published(args.out):
             remedy = "results/ is for the settings of the tables; give --out another folder"
             refuse(name.replace("_", "-"), getattr(args, name), remedy)
-    modes = args.modes or tuple(rounds.MODES if args.quick else known)
+    fastest = "compile+cudagraphs" if torch.cuda.is_available() else "compile"
+    modes = args.modes or (("plain", fastest) if args.learn else tuple(rounds.MODES if args.quick else known))
+    if args.mkl_on_amd:
+        modes += tuple(name for mode in modes if (name := mode + rounds.MKL) in with_mkl and name not in modes)
     needs = {mode: missing(mode) for mode in modes}
     for mode, need in needs.items():
         if need:
@@ -270,6 +357,9 @@ def complete(args):
     if not args.modes:
         rounds.refuse_modes(modes)
     args.seeds = args.seeds or ((21,) if args.quick else (21, 31, 41))
+    if not 1 <= args.parallel <= (os.cpu_count() if args.learn else 1):
+        remedy = f"give 1 to {os.cpu_count()}, the cores of this machine" if args.learn else "it is for --learn"
+        refuse("parallel", args.parallel, remedy)
 
 
 def main(args):
@@ -279,12 +369,19 @@ def main(args):
         for job in todo:
             for mode in job.modes:
                 print(shlex.join(["python", *job.command(mode)]))
-        print(f"about {sum(job.seconds for job in todo) / 3600:.1f} hours on 2 cores", file=sys.stderr)
+        if not args.learn:
+            print(f"about {sum(job.seconds for job in todo) / 3600:.1f} hours on 2 cores", file=sys.stderr)
+    if args.learn:
+        print("\n".join(what_fits(todo)), file=sys.stderr)
+    if args.dry_run:
         return
     here = machine()
     out = args.out / slug(here)
     try:
-        measure(todo, out, here)
+        if args.learn:
+            learn(todo, out, here, args.parallel)
+        else:
+            measure(todo, out, here)
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
         raise SystemExit(130) from None

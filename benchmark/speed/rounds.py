@@ -22,6 +22,7 @@ import torch
 from benchmark.algorithms import ALGORITHMS
 from benchmark.arguments import refuse
 from benchmark.speed.monitor import Monitor
+from tools import mkl_on_amd
 
 INTERLEAVED = ("-m", "benchmark.speed.interleaved")
 TURBO_FLAGS = {  # of the turbo script, by mode
@@ -37,12 +38,12 @@ PEERS = {  # measured where they are installed
     "sbx": ("-m", "benchmark.speed.peers", "sbx", "{algo}"),
 }
 PEER_MODULES = {"sb3": "stable_baselines3", "sbx": "sbx"}
+MKL = "+mkl"  # the end of a mode's name: the same with the library of tools/mkl_on_amd.py preloaded
+MKL_MODES = ("plain+mkl", "eager+mkl", "compile+mkl", "sb3+mkl")
 
 
 @dataclass
 class RunArgs:
-    env_id: str | None = None
-    """gymnasium environment (by default the algorithm's in algorithms.py)"""
     num_envs: int | None = None
     """environments that step together (by default the script's)"""
     total_timesteps: int | None = None
@@ -57,13 +58,16 @@ class RunArgs:
 class RoundArgs(RunArgs):
     algo: str = "sac_continuous_action"
     """name of the plain script, without .py"""
+    env_id: str | None = None
+    """gymnasium environment (by default the algorithm's in algorithms.py)"""
     run_dir: Path = Path("runs/benchmark")
     """folder for the runs, one sub-folder per mode and seed, with log.txt and, with --monitor, monitor.json"""
 
 
 def modes_of(algo):
-    """The modes that an algorithm has, peers last."""
-    return [*MODES, *(PEERS if ALGORITHMS[algo].has_peers else ())]
+    """The modes that an algorithm has: its own, peers, those with MKL unlocked."""
+    modes = [*MODES, *(PEERS if ALGORITHMS[algo].has_peers else ())]
+    return [*modes, *(mode for mode in MKL_MODES if mode.removesuffix(MKL) in modes)]
 
 
 def needs_device(mode):
@@ -91,7 +95,13 @@ def alternating(modes, i):
 
 def programs_of(algo, modes):
     """Programs by mode: the words behind `python`, flags that all modes share left out."""
-    return {mode: [word.format(algo=algo) for word in (MODES | PEERS)[mode]] for mode in modes}
+    programs = MODES | PEERS
+    return {mode: [word.format(algo=algo) for word in programs[mode.removesuffix(MKL)]] for mode in modes}
+
+
+def environment(mode):
+    """What a mode adds to the environment variables."""
+    return {"LD_PRELOAD": str(mkl_on_amd.library())} if mode.endswith(MKL) else {}
 
 
 def command(args, program, seed, folder):
@@ -149,9 +159,9 @@ def run_round(args, programs, seed, on_slice=lambda name: None):
         try:
             for name, program in programs.items():
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-                environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{name}"}
+                variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{name}"} | environment(name)
                 words = command(args, program, seed, folders[name])
-                processes[name] = start(words, folders[name], env=environment, **pipes)
+                processes[name] = start(words, folders[name], env=variables, **pipes)
                 wait(name)
             while processes:
                 for name in list(processes):

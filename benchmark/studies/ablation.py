@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from benchmark import ROOT
+from benchmark import ROOT, editions
 from benchmark.algorithms import ALGORITHMS
 from benchmark.arguments import check, parse
-from benchmark.report.machine import machine, where
+from benchmark.report.machine import machine
 from benchmark.report.tables import spread
 from benchmark.results import RESULTS, path_here, store
 from benchmark.scripts import before_each_log, load
@@ -130,6 +130,7 @@ def record(args, algo, mode, speeds):
     data = json.loads(path.read_text()) if path.exists() else {"algo": algo, "modes": {}}
     about = {"env_id": ALGORITHMS[algo].env_id, "total_timesteps": args.total_timesteps or STEPS[algo]}
     about |= {"seeds": args.seeds, "machine": machine()}
+    about |= editions.today(editions.script(f"{algo}_torchcompile"))
     data["modes"][mode] = about | {"steps_per_second": speeds}
     store(path, data)
 
@@ -158,7 +159,7 @@ def text(algo, results):
     for path in sorted(results.glob(f"*/ablation/{algo}.json")):
         data = json.loads(path.read_text())
         about = next(iter(data["modes"].values()))
-        parts.append(f"{about['env_id']}, {where(about['machine'])}:")
+        parts.append(f"{about['env_id']}, {editions.about([about | {'algo': algo}])}:")
         parts.append(table(algo, data))
     return "\n\n".join(parts or [table(algo, None)])
 

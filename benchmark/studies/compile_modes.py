@@ -10,9 +10,10 @@ A round trains a script eagerly and in each mode, interleaved (speed/rounds.py),
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmark import editions
 from benchmark.algorithms import ALGORITHMS, named
 from benchmark.arguments import check, parse
-from benchmark.report.machine import machine, where
+from benchmark.report.machine import machine
 from benchmark.report.tables import Table, spread
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import INTERLEAVED, RunArgs, run_programs
@@ -66,7 +67,7 @@ def table(results):
     parts = []
     for measured in stored(results, "modes", ALGORITHMS):
         lines = [row for data in measured for row in rows(data)]
-        parts.append(Table(f"{where(measured[0]['machine'])}:", HEADER, lines).markdown())
+        parts.append(Table(f"{editions.about(measured)}:", HEADER, lines).markdown())
     return "\n\n".join(parts) or Table("", HEADER, [["all", "all", "not measured", "", ""]]).markdown()
 
 
@@ -74,6 +75,7 @@ def main(args):
     check("algos", args.algos, ALGORITHMS)
     for algo in args.algos:
         data = {"algo": algo, "seeds": args.seeds, "machine": machine()} | measure(args, algo)
+        data |= editions.today(editions.script(f"{algo}_torchcompile"))
         store(path_here(args.results, "modes", algo), data)
     print(table(args.results))
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import bootstrap
 
+from benchmark import editions
 from benchmark.algorithms import FULL_SOON, named
 from benchmark.arguments import check, parse
-from benchmark.report.machine import machine, where
+from benchmark.report.machine import machine
 from benchmark.report.tables import Table
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import TURBO_FLAGS, RunArgs, possible, run_programs
@@ -90,7 +91,7 @@ def table(results):
     parts = []
     for measured in stored(results, "overhead", TASKS):
         lines = [row for data in measured for row in rows(data)]
-        text = f"Speed with an instrument over speed without, and its 95% interval, {where(measured[0]['machine'])}:"
+        text = f"Speed with an instrument over speed without, and its 95% interval, {editions.about(measured)}:"
         parts.append(Table(text, HEADER, lines).markdown())
     nothing = [["all", "all", *["not measured"] * len(MODES)]]
     return "\n\n".join(parts) or Table("", HEADER, nothing).markdown()
@@ -101,6 +102,7 @@ def main(args):
     for algo in args.algos:
         modes = {mode: measure(args, algo, mode) for mode in possible(MODES)}
         data = {"algo": algo, "seeds": args.seeds, "machine": machine(), "modes": modes}
+        data |= editions.today(editions.script(f"{algo}_torchcompile"))
         store(path_here(args.results, "overhead", algo), data)
     print(table(args.results))
 

@@ -29,6 +29,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from benchmark import editions
 from benchmark.algorithms import ALGORITHMS
 from benchmark.arguments import check, parse, refuse
 from benchmark.report.machine import machine, slug, where
@@ -239,6 +240,7 @@ def measure_all(args, algo):
     case = CASES[algo]
     modes = {"compile": args.compile, "cudagraphs": args.cudagraphs}
     data = {"algo": algo, "modes": modes, "machine": machine(), "num_envs": {}, "batch": {}}
+    data |= editions.today(editions.script(f"{algo}_torchcompile"))
     points = [("num_envs", n, case.with_envs(n)) for n in args.num_envs]
     points += [("batch", batch, case.with_batch(batch)) for batch in args.batches or case.batches]
     for name, value, flags in points:
@@ -324,8 +326,8 @@ def table(results):
     parts = []
     for measured in list(stored(results, "scaling", CASES)) or [[]]:
         data = {one["algo"]: one for one in measured}
-        for machine_text in dict.fromkeys(where(one["machine"]) for one in data.values()):
-            parts.append(f"{machine_text}:")
+        if measured:
+            parts.append(f"{editions.about(measured)}:")
         parts.append("\n".join([*head, *(row(algo, data.get(algo)) for algo in CASES)]))
         pictures = [
             f"![{ALGORITHMS[algo].title}](../results/{slug(one['machine'])}/scaling/{algo}.png)"

@@ -1,5 +1,6 @@
 """Interleaved rounds, the matrix over them, and the monitor."""
 
+import ctypes
 import json
 import os
 import re
@@ -406,7 +407,88 @@ writer.close()
     assert len(curve) == 200
     assert [row[0] for row in curve[:2]] == [100, 200] and [row[2] for row in curve[:2]] == [5.5, 15.5]
     assert all(abs(row[1] - row[0] / 10) < 5 for row in curve)
-    assert "| DQN, CartPole-v1 | plain | 1 | 20000 | 1900.5 | | 1 |" in capsys.readouterr().out.splitlines()
+    row = "| DQN, CartPole-v1 | plain | 1900.5 | 1: 1900.5 | 20000 | 1.0 | 488.69 ± 16.11 |"
+    assert row in capsys.readouterr().out.splitlines()
+
+
+def test_learning_runs_side_by_side(tmp_path, monkeypatch, capsys):
+    """Two at a time, each with its part of the cores; what has run is not run again, and what fits is said first."""
+    body = """
+import pathlib
+flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+folder = pathlib.Path(flags["run-dir"]) / "run"
+folder.mkdir(parents=True)
+(folder / "dqn.py").write_text("")
+begin = time.time()
+time.sleep(0.5)
+lines = dict(threads=flags["threads"], begin=begin, end=time.time(), global_step=1, matmul_precision="highest")
+(folder / "summary.json").write_text(__import__("json").dumps(lines | {"wall_seconds": 1}))
+"""
+    (tmp_path / "leanrl").mkdir()
+    program(tmp_path / "leanrl" / "dqn.py", body)
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    monkeypatch.setattr(matrix, "curve", lambda folder: [])
+    monkeypatch.setattr(matrix.os, "cpu_count", lambda: 4)
+    settings = {"learn": True, "modes": ("plain",), "env_ids": ("CartPole-v1", "Acrobot-v1"), "parallel": 2}
+    assert matrix_of(tmp_path, **settings) == 0
+    err = capsys.readouterr().err
+    assert "4 learning runs, about 0.2 hours on 2 cores" in err
+    assert "into an hour fit 4 (0.2 hours): dqn CartPole-v1 plain; dqn Acrobot-v1 plain" in err
+    paths = sorted(tmp_path.glob("results/*/learning/dqn/*/plain/*.json"))
+    results = [json.loads(path.read_text()) for path in paths]
+    assert len(results) == 4 and {result["summary"]["threads"] for result in results} == {"2"}
+    assert all(list(result["editions"]) == ["dqn"] for result in results)
+    spans = [(result["summary"]["begin"], result["summary"]["end"]) for result in results]
+    busy = [sum(begin <= time < end for begin, end in spans) for time, _ in spans]
+    assert max(busy) == 2
+    paths[0].unlink()
+    assert matrix_of(tmp_path, **settings) == 0
+    again = [path for path in paths if json.loads(path.read_text()) not in results]
+    assert again == [paths[0]]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"parallel": 2}, {"parallel": 0, "learn": True}, {"parallel": 10_000, "learn": True}]
+)
+def test_parallel_is_refused(changed, capsys):
+    line = refused(capsys, matrix.main, matrix.Args(dry_run=True, modes=("plain",), **changed))
+    assert line.startswith(f"error: --parallel {changed['parallel']}: ")
+
+
+def test_modes_with_mkl_unlocked(capsys, monkeypatch):
+    """The flag adds them; they run the same programs, with a library preloaded."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out, _ = commands(capsys, algos=("dqn",), modes=("plain", "compile"), seeds=(1,), mkl_on_amd=True)
+    plain, compiled, *unlocked = out.splitlines()
+    assert unlocked == [plain.replace("/plain/", "/plain+mkl/"), compiled.replace("/compile/", "/compile+mkl/")]
+    assert set(rounds.environment("compile+mkl")) == {"LD_PRELOAD"} and rounds.environment("compile") == {}
+
+
+def test_mkl_on_amd_prints_a_library_that_says_yes(tmp_path):
+    command = [sys.executable, ROOT / "tools" / "mkl_on_amd.py"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    path = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    library = ctypes.CDLL(path)
+    assert Path(path).is_relative_to(tmp_path)
+    assert library.mkl_serv_intel_cpu_true() == library.mkl_serv_intel_cpu() == 1
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "other"), "CXX": "no-compiler"}
+    failed = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("error: install a C compiler, such as g++, or name one in CXX: ")
+
+
+def test_mkl_on_amd_changes_nothing_but_rounding(tmp_path):
+    """The sum of squares of a matmul, and its distance to the float64 one, with and without the library."""
+    code = "import torch; torch.manual_seed(1); x = torch.randn(256, 256); y = x @ x; "
+    code += "z = x.double() @ x.double(); print(y.square().sum().item(), ((y - z).norm() / z.norm()).item())"
+    library = subprocess.run([sys.executable, ROOT / "tools" / "mkl_on_amd.py"], capture_output=True, text=True)
+    found = []
+    for preloaded in ("", library.stdout.strip()):
+        environment = os.environ | {"LD_PRELOAD": preloaded}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        found.append([float(word) for word in done.stdout.split()])
+    (one, error), (other, other_error) = found
+    assert one == pytest.approx(other, rel=1e-6) and error < 1e-6 and other_error < 1e-6
 
 
 def test_modes_table():

@@ -42,8 +42,9 @@ def peers(monkeypatch):
 
 
 def test_modes_of_an_algorithm():
-    assert rounds.modes_of("dqn")[-2:] == ["sb3", "sbx"]
-    assert rounds.modes_of("sac_atari") == list(rounds.MODES)
+    unlocked = ["plain+mkl", "eager+mkl", "compile+mkl"]
+    assert rounds.modes_of("dqn") == [*rounds.MODES, "sb3", "sbx", *unlocked, "sb3+mkl"]
+    assert rounds.modes_of("sac_atari") == [*rounds.MODES, *unlocked]
 
 
 def test_without_the_packages_one_line_says_what_to_install():

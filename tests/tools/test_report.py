@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmark import ROOT
+from benchmark import ROOT, editions
 from benchmark.algorithms import ALGORITHMS
 from benchmark.report import figures, machine, pages
 
@@ -39,6 +39,7 @@ def results(tmp_path, monkeypatch):
         env_id = ALGORITHMS[algo].env_id
         plain = dict(zip(("steady_sps", "warmup_seconds"), PLAIN[seed], strict=True))
         result = {"algo": algo, "env_id": env_id, "mode": mode, "seed": seed, "machine": where, "plain": plain}
+        result |= {"editions": {}, "date": "2026-01-02"}
         folder = tmp_path / "results" / machine.slug(where) / kind / algo / env_id / mode
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{seed}.json").write_text(json.dumps(result | parts))
@@ -66,7 +67,7 @@ def test_speed_table(results):
     add_speeds(results)
     (table,) = pages.speed_tables(pages.load(pages.ROOT / "results"))
     assert table.markdown().splitlines() == [
-        "2-core AMD EPYC, 24 GiB; torch 2.13.0; precision of float32 matmuls: highest; seeds 21, 31. "
+        "2-core AMD EPYC, 24 GiB; torch 2.13.0; precision of float32 matmuls: highest; seeds 21, 31; 2026-01-02. "
         "Without a CUDA device modes with CUDA graphs are not measured.",
         "",
         "| | mode | steps/s | ratio to plain | warm-up, s | pays off after, steps |",
@@ -156,6 +157,41 @@ def test_quick_rounds_count_where_an_algorithm_has_no_full_ones(results):
     assert "(--quick): all." in quick.caption and "(--quick): TD3, HalfCheetah-v5." in mixed.caption
 
 
+def test_rows_of_an_earlier_edition_are_marked_and_named(results, capsys):
+    script = ROOT / "leanrl" / "dqn.py"
+    today = editions.today(script)
+    results("dqn", "plain", 21, **summary(100.0, 2.0) | today)
+    results("dqn", "eager", 21, **summary(100.0, 2.0) | {"editions": {"dqn": "0" * 12}})
+    results("dqn", "compile", 21, **summary(100.0, 2.0) | {"editions": {"gone": today["editions"]["dqn"]}})
+    (table,) = pages.speed_tables(pages.load(pages.ROOT / "results"))
+    modes = [row[1] for row in table.rows if "CartPole" in row[0]]
+    assert modes == ["plain", "eager (earlier edition)", "compile (earlier edition)"]
+    with pytest.raises(SystemExit) as ended:
+        pages.main(pages.Args(stale=True))
+    assert ended.value.code == 1
+    folder = "amd-epyc-2-cores/speed/dqn/CartPole-v1"
+    assert capsys.readouterr().err.splitlines() == [
+        f"{folder}/compile/21.json: gone changed after 2026-01-02",
+        f"{folder}/eager/21.json: dqn changed after 2026-01-02",
+    ]
+
+
+def test_results_that_are_all_of_today(results):
+    results("dqn", "plain", 21, **summary(100.0, 2.0) | editions.today(ROOT / "leanrl" / "dqn.py"))
+    with pytest.raises(SystemExit) as ended:
+        pages.main(pages.Args(stale=True))
+    assert ended.value.code == 0
+
+
+def test_an_edition_is_a_scripts_code():
+    text = (ROOT / "leanrl" / "dqn.py").read_text()
+    edition = editions.fingerprint(text)
+    assert edition == editions.fingerprint(text + "\n# a comment\n\n")
+    assert edition == editions.fingerprint(text.replace("import json\n", "import json  # a comment\n\n"))
+    assert edition == editions.fingerprint(text.replace("The learner:", "It learns:"))
+    assert edition != editions.fingerprint(text.replace("2.5e-4", "2.6e-4"))
+
+
 def test_interquartile_mean():
     assert figures.interquartile_mean([9.0, 1.0, 3.0, 2.0]) == 2.5
     assert figures.interquartile_mean([7.0, 1.0, 4.0]) == pytest.approx((0.25 * 1 + 4 + 0.25 * 7) / 1.5)
@@ -188,9 +224,9 @@ def test_learning_table(results):
     add_learning(results)
     (table,) = pages.learning_tables(pages.load(pages.ROOT / "results"))
     assert table.rows == [
-        ["DQN, CartPole-v1", "plain", "21, 31", "2000", "45.5", "40.5 to 50.5", "40"],
+        ["DQN, CartPole-v1", "plain", "45.5 ± 7.1", "21: 40.5; 31: 50.5", "2000", "40.0", "488.69 ± 16.11"],
         ["DQN, CartPole-v1", "eager", "seed 21 failed: runs/log.txt", "", "", "", ""],
-        ["DQN, CartPole-v1", "compile", "21, 31", "2000", "45.5", "40.5 to 50.5", "20"],
+        ["DQN, CartPole-v1", "compile", "45.5 ± 7.1", "21: 40.5; 31: 50.5", "2000", "20.0", "488.69 ± 16.11"],
     ]
 
 
@@ -201,12 +237,15 @@ def test_figures(results):
     pages.write(pages.load(pages.ROOT / "results"))
     page = (pages.ROOT / "doc" / "report.html").read_text()
     svgs = dict(re.findall(r'<img alt="(\w[^"]*)" src="data:image/svg\+xml;base64,([^"]*)"', page))
-    names = ["learning_amd-epyc-2-cores_dqn_CartPole-v1", "load_learning_amd-epyc-2-cores_dqn_CartPole-v1"]
-    assert sorted(svgs) == [*names, "speed_amd-epyc-2-cores"]
-    learning, load, speed = (base64.b64decode(svgs[name]).decode() for name in sorted(svgs))
-    (path,) = (pages.ROOT / "doc" / "artifacts").glob("*.svg")
-    assert path.read_text() == speed
-    assert f"](doc/artifacts/{path.name})" in (pages.ROOT / "README.md").read_text()
+    names = ["load of the machine", "return over steps and time"]
+    assert sorted(svgs) == [*(f"DQN, CartPole-v1: {name}" for name in names), "Speed of all modes, as a ratio to plain"]
+    load, learning, speed = (base64.b64decode(svgs[name]).decode() for name in sorted(svgs))
+    artifacts = pages.ROOT / "doc" / "artifacts"
+    assert (artifacts / "speed_amd-epyc-2-cores.svg").read_text() == speed
+    assert "](doc/artifacts/speed_amd-epyc-2-cores.svg)" in (pages.ROOT / "README.md").read_text()
+    assert (artifacts / "learning_amd-epyc-2-cores_dqn_CartPole-v1.svg").read_text() == learning
+    shown = "](artifacts/learning_amd-epyc-2-cores_dqn_CartPole-v1.svg)"
+    assert shown in (pages.ROOT / "doc" / "results.md").read_text()
     assert all(text in learning for text in ("plain, 2 seeds", "compile, 2 seeds", "wall-clock, minutes"))
     assert all(text in load for text in ("processor, cores", "card, % of time"))
     assert all(f">{mode}<" in speed for mode in ("plain", "eager", "compile", "sbx"))
@@ -223,11 +262,11 @@ def test_page_in_a_browser(results):
     path = pages.ROOT / "doc" / "report.html"
     page = path.read_text()
     assert not re.search(r"(src|href)=.(?!data:)", page)  # it needs no other file
-    click = '<script>document.querySelectorAll("th")[2].click()</script>'
+    click = '<script>document.querySelectorAll("table")[1].querySelectorAll("th")[2].click()</script>'
     path.write_text(page.replace("</body>", f"{click}</body>"))
     command = ["chromium", "--headless", "--no-sandbox", "--dump-dom", path.as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    rows = re.search(r"<tbody>(.*?)</tbody>", shown, re.DOTALL)[1]
+    _, rows, *_ = re.findall(r"<tbody>(.*?)</tbody>", shown, re.DOTALL)  # the first table is that of learning
     rows = [re.findall(r"<td>(.*?)</td>", row) for row in rows.split("</tr>")][:-1]
     assert [row[2].split()[0] for row in rows[:5]] == ["75", "81", "90", "100", "180"]
     assert rows[4][:3] == ["SAC, HalfCheetah-v5", "compile", "180 (160 to 200)"]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from benchmark import editions
 from benchmark.arguments import parse
 from benchmark.report.machine import machine
 from benchmark.report.tables import spread
@@ -59,7 +60,7 @@ def time_both(before, after, needs_cuda=False):
     ratio = spread(ratios(taken), "{:.2f}")
     print(f"{name} on {DEVICE.type}: before {micros['before']} us, after {micros['after']} us, ratio {ratio}")
     if args.write:
-        data = {"device": DEVICE.type, "seconds": taken, "machine": machine()}
+        data = {"device": DEVICE.type, "seconds": taken, "machine": machine()} | editions.today(Path(sys.argv[0]))
         store(path_here(args.results, "tips", name), data)
 
 

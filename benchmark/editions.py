@@ -1,0 +1,76 @@
+"""Editions: which text of a script a result is of. The report marks results of another edition than today's."""
+
+import ast
+import functools
+import hashlib
+from datetime import date
+
+from benchmark import ROOT
+from benchmark.algorithms import ALGORITHMS
+from benchmark.report.machine import where
+
+FOLDERS = ("leanrl", "benchmark/studies/tips")
+EARLIER = "earlier edition"
+
+
+@functools.cache
+def fingerprint(text):
+    """Of a Python program, without comments, docstrings and blank lines: 12 hexadecimal digits."""
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            for i in range(node.lineno - 1, node.end_lineno):
+                lines[i] = ""
+    code = [uncommented(line) for line in lines]
+    return hashlib.sha256("\n".join(line for line in code if line).encode()).hexdigest()[:12]
+
+
+def uncommented(line):
+    """A line without a comment that takes all of it, or follows two spaces, and without space at its end."""
+    return "" if line.lstrip().startswith("#") else line.split("  # ")[0].rstrip()
+
+
+def today(*paths):
+    """What a result is stored with: the date, and the editions of the scripts at `paths`."""
+    return {"date": date.today().isoformat(), "editions": {path.stem: fingerprint(path.read_text()) for path in paths}}
+
+
+def script(name):
+    """The path of the script of leanrl/, or of the tip, of this name; None if there is none any more."""
+    paths = [ROOT / folder / f"{name}.py" for folder in FOLDERS]
+    return next((path for path in paths if path.exists()), None)
+
+
+def changed(result):
+    """Names of the scripts that are no longer what `result` was measured with; None if it does not say."""
+    if "editions" not in result:
+        return None
+    return [name for name, edition in result["editions"].items() if not is_current(name, edition)]
+
+
+def is_current(name, edition):
+    path = script(name)
+    return path is not None and fingerprint(path.read_text()) == edition
+
+
+def marked(name, results):
+    """A row's name, with a mark if any of its results, which have not failed, is of an earlier edition."""
+    stale = any(changed(result) != [] for result in results if "failed" not in result)
+    return f"{name} ({EARLIER})" if stale else name
+
+
+def about(results):
+    """Where and when `results` of several algorithms were measured, with which seeds, and which are not of today."""
+    words = [where(results[0]["machine"])]
+    seeds = sorted({seed for result in results for seed in result.get("seeds", ())})
+    words += [f"seeds {', '.join(map(str, seeds))}"] * bool(seeds)
+    words += [dates(results)] * bool(dates(results))
+    stale = [ALGORITHMS[result["algo"]].title for result in results if changed(result) != []]
+    words += [f"{EARLIER}: {'; '.join(stale)}"] * bool(stale)
+    return "; ".join(words)
+
+
+def dates(results):
+    """When results were measured, such as "2026-11-23" or "2026-11-20 to 2026-11-23"; "" if none of them says."""
+    known = sorted({result["date"] for result in results if "date" in result})
+    return " to ".join(dict.fromkeys((known[0], known[-1]))) if known else ""
