@@ -97,13 +97,23 @@ def in_order(inputs, resets):
     return not moves or np.mean(moves) > 0.5
 
 
+def difference(new, old):
+    """A picture, (height, width, 3), of two frames: white where they are equal, red where `new` is brighter."""
+    change = (new.astype(np.float32) - old) / max(float(np.abs(new).max()), float(np.abs(old).max()), 1e-9)
+    brighter, darker = change.clip(0, 1), (-change).clip(0, 1)
+    return 1 - np.stack((darker, brighter + darker, brighter), -1).clip(0, 1)
+
+
 def draw(inputs, resets, path):
-    """Write a sheet: a row for each of `inputs`, (n, frames, height, width), a column for each frame."""
+    """Write a sheet: a row for each of `inputs`, (n, frames, height, width), a column for each frame.
+
+    One more column is blank if the newest frame of the row above has moved by one channel.
+    """
     from matplotlib.figure import Figure
 
     rows, columns = inputs.shape[:2]
-    figure = Figure(figsize=(FRAME_INCHES * (columns + 1), FRAME_INCHES * (rows + 1)), layout="constrained")
-    all_axes = figure.subplots(rows, columns, squeeze=False)
+    figure = Figure(figsize=(FRAME_INCHES * (columns + 2), FRAME_INCHES * (rows + 1)), layout="constrained")
+    all_axes = figure.subplots(rows, columns + 1, squeeze=False)
     low, high = inputs.min(), inputs.max()
     for row in range(rows):
         for column in range(columns):
@@ -111,8 +121,16 @@ def draw(inputs, resets, path):
             axes.imshow(inputs[row, column], cmap="gray", vmin=low, vmax=high, interpolation="nearest")
             axes.set(xticks=[], yticks=[])
         all_axes[row, 0].set_ylabel(f"step {row}\n(reset)" if resets[row] else f"step {row}")
+        all_axes[row, columns].set(xticks=[], yticks=[])
+        if row:
+            change = difference(inputs[row, columns - 2], inputs[row - 1, columns - 1])
+            all_axes[row, columns].imshow(change, interpolation="nearest")
+        else:
+            all_axes[row, columns].set_axis_off()
     for column in range(columns):
         place = {0: "\noldest", columns - 1: "\nnewest"}.get(column, "\n")
         all_axes[0, column].set_title(f"channel {column}{place}", fontsize=9)
+    explained = f"channel {columns - 2} less channel\n{columns - 1} of the row above:\nblank if in order"
+    all_axes[0, columns].set_title(explained, fontsize=8)
     figure.suptitle(f"input of the first convolution: {low:.3g} to {high:.3g}", fontsize=10)
     figure.savefig(path, dpi=100)

@@ -2,10 +2,11 @@
 
     python -m instruments.plots runs/ONE runs/OTHER --tags losses/entropy "gradients/actor.*" --output runs.png
 
-The random policy is that of --random-baseline. Returns are means over 20 episodes.
+The random policy is that of --random-baseline. Returns are moving means over 20 episodes.
 """
 
 import fnmatch
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,21 +68,30 @@ def draw_run(all_axes, events, tags, label, color):
             axes.plot(*series(events, tag), color=color, linestyle=LINES[i % len(LINES)], label=name)
 
 
+def with_seed(folder, label):
+    """A run's name in the legend: the seed belongs to it."""
+    config = folder / "config.json"
+    return f"{label}, seed {json.loads(config.read_text())['seed']}" if config.exists() else label
+
+
 def draw(args):
     """Write the picture."""
     tags = args.tags
     figure = Figure(figsize=(5 * (1 + len(tags)), 4), layout="constrained")
     all_axes = figure.subplots(1, 1 + len(tags), squeeze=False)[0]
-    for axes, name in zip(all_axes, ("episodic return", *tags), strict=True):
-        axes.set(xlabel="environment steps", title=name)
+    for axes, name in zip(all_axes, (f"episodic return, mean over {EPISODES} episodes", *tags), strict=True):
+        axes.set(xlabel="environment steps", ylabel=name)
         axes.grid(alpha=0.3)
     labels = args.labels or [folder.name for folder in args.runs]
     for i, (folder, label) in enumerate(zip(args.runs, labels, strict=True)):
         events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        draw_run(all_axes, events, tags, label, COLORS[i % len(COLORS)])
+        draw_run(all_axes, events, tags, with_seed(folder, label), COLORS[i % len(COLORS)])
+    entries = {}
     for axes in all_axes:
-        if axes.lines:
-            axes.legend(fontsize=8)
+        for line, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, line)
+    if entries:
+        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, fontsize=8)
     for axes, tag in zip(all_axes[1:], tags, strict=True):
         if not axes.lines:
             print(f"warning: --tags {tag}: no run has it", file=sys.stderr)

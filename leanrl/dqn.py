@@ -679,3 +679,18 @@ class Run:
 
 if __name__ == "__main__":
     train(parse_args())
+
+# `uv run` reads this and installs what the script needs (PEP 723).
+# /// script
+# requires-python = ">=3.11,<3.15"
+# dependencies = [
+#     "torch==2.13.0",
+#     "tensordict==0.15.3",
+#     "gymnasium==1.4.0",
+#     "numpy==2.4.6",
+#     "tyro==1.0.17",
+#     "tqdm==4.70.1",
+#     "tensorboard==2.21.0",
+#     "wandb==0.31.0",
+# ]
+# ///

@@ -6,7 +6,7 @@ The updates are those of the plain twin, dqn_atari.py. What makes this file fast
 2. Each frame is stored once, in bytes, on the device if it fits there, where batches are gathered (`FrameReplay`).
 3. An environment step costs two copies in, of frames and outcomes, and one copy out, of actions (`DQN.observe`).
 4. `--compile` makes one graph each of storing, acting, sampling and an update (`DQN.update_q`).
-5. `--cudagraphs` replays a step (`DQN.store_and_act`) and an update (`DQN.learn`) as one CUDA graph each.
+5. `--cudagraphs` replays acting (`DQN.act`), storing (`DQN.store`) and an update (`DQN.learn`), each one CUDA graph.
 6. envpool steps the games while the device updates: the host waits only for its next actions (`train`).
 7. On a CPU convolutions run on channels-last images, and freed memory is reused (`keep_freed_memory`).
 
@@ -1136,3 +1136,19 @@ class Run:
 
 if __name__ == "__main__":
     train(parse_args())
+
+# `uv run` reads this and installs what the script needs (PEP 723).
+# /// script
+# requires-python = ">=3.11,<3.15"
+# dependencies = [
+#     "torch==2.13.0",
+#     "tensordict==0.15.3",
+#     "gymnasium==1.4.0",
+#     "numpy==2.4.6",
+#     "tyro==1.0.17",
+#     "tqdm==4.70.1",
+#     "tensorboard==2.21.0",
+#     "wandb==0.31.0",
+#     "envpool==1.2.5",
+# ]
+# ///

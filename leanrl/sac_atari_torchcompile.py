@@ -7,7 +7,7 @@ The updates are those of the plain twin, sac_atari.py. What makes this file fast
 3. Each frame is stored once, in bytes, on the device if it fits there, where batches are gathered (`FrameReplay`).
 4. An environment step costs two copies in, of frames and outcomes, and one copy out, of actions (`SAC.observe`).
 5. `--compile` makes one graph each of storing, acting, sampling and an update (`SAC.update_networks`).
-6. `--cudagraphs` replays a step (`SAC.store_and_act`) and an update (`SAC.learn`) as one CUDA graph each.
+6. `--cudagraphs` replays acting (`SAC.act`), storing (`SAC.store`) and an update (`SAC.learn`), each one CUDA graph.
 7. envpool steps the games while the device updates: the host waits only for its next actions (`train`).
 8. On a CPU convolutions run on channels-last images, and freed memory is reused (`keep_freed_memory`).
 
@@ -1190,3 +1190,19 @@ class Run:
 
 if __name__ == "__main__":
     train(parse_args())
+
+# `uv run` reads this and installs what the script needs (PEP 723).
+# /// script
+# requires-python = ">=3.11,<3.15"
+# dependencies = [
+#     "torch==2.13.0",
+#     "tensordict==0.15.3",
+#     "gymnasium==1.4.0",
+#     "numpy==2.4.6",
+#     "tyro==1.0.17",
+#     "tqdm==4.70.1",
+#     "tensorboard==2.21.0",
+#     "wandb==0.31.0",
+#     "envpool==1.2.5",
+# ]
+# ///

@@ -18,8 +18,10 @@ import gymnasium as gym
 import numpy as np
 import tyro
 
+from benchmark import editions
 from benchmark.arguments import refuse
 from benchmark.report.tables import Table
+from benchmark.results import store
 from instruments.instrument import one_line
 from instruments.playing import make_env, play
 
@@ -40,23 +42,27 @@ def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Pa
     """Write the returns of all runs under `run_dir`, or another scalar of theirs: exp_name, env_id, seed, step, value.
 
     A row is the mean over the values that are logged within `steps` steps: short episodes would make a long file.
+    A JSON file beside it has the date and the editions of the scripts.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     name = tag.split("/")[-1]
     logged = defaultdict(list)
+    scripts = set()
     for path in sorted(run_dir.rglob("summary.json")):
         config = json.loads(path.with_name("config.json").read_text())
         events = EventAccumulator(str(path.parent), size_guidance={"scalars": 0}).Reload()
         events = events.Scalars(tag)
         last = mean_and_error([event.value for event in events[-LAST:]])
         print(f"{path.parent.name}: {name} {last} in the last {LAST} logs, up to step {events[-1].step}")
+        scripts |= {copy for copy in path.parent.glob("*.py") if editions.script(copy.stem)}
         for event in events:
             step = -(-event.step // steps) * steps
             logged[config["exp_name"], config["env_id"], config["seed"], step].append(event.value)
     rows = [[*key, f"{sum(values) / len(values):.4g}"] for key, values in sorted(logged.items())]
     with open(output, "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([(*KEY, name), *rows])
+    store(output.with_suffix(".json"), editions.today(*sorted(scripts)))
 
 
 def random_returns(env_id, seed, games):
@@ -109,6 +115,12 @@ def read(data):
     return runs, random, env_id, name.replace("_", " ")
 
 
+def measured(data):
+    """The date and the editions of the scripts of a CSV file, as far as they are known."""
+    about = data.with_suffix(".json")
+    return json.loads(about.read_text()) if about.exists() else {}
+
+
 def last_tenth(steps, values):
     """The mean of `values` over the last tenth of the steps."""
     return np.mean(np.array(values)[np.array(steps) > 0.9 * steps[-1]])
@@ -127,7 +139,9 @@ def table(data):
         rows.append([exp_name, ", ".join(own), ", ".join(map(str, lasts)), ends])
     if random:
         rows.append([f"random policy, {len(random)} games", "", "", mean_and_error(random)])
-    return Table("", (env_id, "seeds", "steps", f"{name} in the last tenth of them"), rows)
+    return Table(
+        "", (editions.marked(env_id, [measured(data)]), "seeds", "steps", f"{name} in the last tenth of them"), rows
+    )
 
 
 def draw(
@@ -143,7 +157,7 @@ def draw(
     import matplotlib.pyplot as plt
 
     runs, random, env_id, name = read(data)
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     grid = np.linspace(0, max(max(steps) for steps, _ in runs.values()), 200)
     for i, exp_name in enumerate(sorted({exp_name for exp_name, _ in runs})):
         curves = []
@@ -153,16 +167,17 @@ def draw(
                 smooth = np.convolve(values, np.ones(width) / width, "valid")
                 axes.plot(steps[width - 1 :], smooth, color=f"C{i}", alpha=0.35, linewidth=1)
                 curves.append(np.interp(grid, steps[width - 1 :], smooth, left=np.nan, right=np.nan))
-        seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
+        seeds = "one seed" if len(curves) == 1 else f"{len(curves)} seeds and their mean"
         axes.plot(grid, np.mean(curves, 0), color=f"C{i}", linewidth=2.5, label=f"{exp_name}, {seeds}")
     if random:
         mean = np.mean(random)
         axes.axhline(mean, color="black", linestyle="--", label=f"random policy, {len(random)} games: {mean:.1f}")
     if level is not None:
         axes.axhline(level, color="black", linestyle="--", label=f"{level}")
-    axes.set(xlabel="environment steps", ylabel=f"{name} (moving mean)", title=env_id)
+    mean_of = f"moving mean over {window} rows" if window > 1 else "single rows"
+    axes.set(xlabel="environment steps", ylabel=f"{name}\n{mean_of} of the data", title=env_id)
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
     figure.savefig(output, dpi=120)
 
 

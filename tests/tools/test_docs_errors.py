@@ -1,5 +1,6 @@
-"""doc/common_errors.md: each example shows its error, what is fixed does not, and the page shows the examples."""
+"""doc/common_errors.md: each example shows its error, its fix removes it, and the page says what programs say."""
 
+import ast
 import difflib
 import importlib.util
 import inspect
@@ -27,14 +28,15 @@ def body(function):
 def difference(name):
     """What the page shows of an example: its broken function, with the lines that fix it."""
     example = run.load(name)
-    lines = difflib.ndiff(body(example.broken), body(example.fixed))
-    return "".join(line for line in lines if not line.startswith("?"))
+    broken, fixed = body(example.broken), body(example.fixed)
+    lines = list(difflib.unified_diff(broken, fixed, n=len(broken)))[3:]  # without its header
+    return "".join(f"{line[0]} {line[1:]}" for line in lines)
 
 
 @pytest.mark.parametrize("name", run.names())
 def test_an_error_shows_and_its_remedy_removes_it(name):
     example = run.load(name)
-    with run.device_for(example):
+    with run.surroundings(example):
         if hasattr(example, "ERROR"):
             kind, text = example.ERROR
             with pytest.raises(kind, match=text):
@@ -58,6 +60,47 @@ def test_messages_on_the_page_are_those_of_the_examples():
     assert len(messages) == len(shown)
     for kind, pattern in shown.values():
         assert any(name == kind.__name__ and re.search(pattern, text) for name, text in messages)
+
+
+def pattern_of(text, constants):
+    """A regular expression for what a string expression gives: wildcards for values, `constants` by name."""
+    if isinstance(text, ast.Constant):
+        return re.escape(str(text.value))
+    if isinstance(text, ast.JoinedStr):
+        return "".join(pattern_of(part, constants) for part in text.values)
+    if isinstance(text, ast.FormattedValue) and isinstance(text.value, ast.Name) and text.value.id in constants:
+        return f"(?:{'|'.join(map(re.escape, constants[text.value.id]))})"
+    return ".+"
+
+
+def messages_of_the_scripts():
+    """Regular expressions for the messages of all scripts."""
+    prefixes = {"refuse": "error: --[a-z-]+ .+: ", "note": "note: ", "SystemExit": ""}
+    prefixes |= {name: f"{name}: " for name in ("OSError", "ValueError")}
+    patterns = set()
+    for script in (ROOT / "leanrl").glob("*.py"):
+        nodes = list(ast.walk(ast.parse(script.read_text())))
+        constants = {}  # the strings that a variable gets
+        for node in nodes:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(text))):
+                    constants.setdefault(name, set()).add(text)
+        for node in nodes:
+            match node:
+                case ast.Call(func=ast.Name(id=name), args=[*_, (ast.Constant(value=str()) | ast.JoinedStr()) as text]):
+                    if name in prefixes:
+                        patterns.add(prefixes[name] + pattern_of(text, constants))
+    return patterns
+
+
+def test_messages_in_the_tables_are_those_of_the_scripts():
+    cells = re.findall(r"^\| (.*?) \|", PAGE.read_text(), flags=re.M)
+    quoted = re.compile(r"(`+)((?:error|note|OSError|ValueError): .*?)\1(?!`)")
+    messages = [text for cell in cells for _, text in quoted.findall(cell)]
+    assert len(messages) > 25
+    patterns = messages_of_the_scripts()
+    for message in messages:
+        assert any(re.fullmatch(pattern, message) for pattern in patterns), message
 
 
 def nothing(*tensors):

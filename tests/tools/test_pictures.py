@@ -152,12 +152,12 @@ def test_a_mean_of_curves_goes_as_far_as_all_of_them(tmp_path):
     """Seed 1 is 10 rows long, seed 2 only 6: to step 60."""
     runs = {("ppo", 1): np.arange(1, 11), ("ppo", 2): np.arange(3, 9), ("other", 1): np.full(10, 5)}
     _, lines = drawn(tmp_path, 2, runs)
-    assert set(lines) == {"ppo, 2 seeds", "other, 1 seed"}
-    x, y = lines["ppo, 2 seeds"].get_data()
+    assert set(lines) == {"ppo, 2 seeds and their mean", "other, one seed"}
+    x, y = lines["ppo, 2 seeds and their mean"].get_data()
     there = (x >= 20) & (x <= 60)
     np.testing.assert_allclose(y[there], x[there] / 10 + 0.5)
     assert np.isnan(y[~there]).all() and 0 < there.sum() < len(x)
-    assert x[-1] == 100 and lines["other, 1 seed"].get_ydata()[-1] == 5
+    assert x[-1] == 100 and lines["other, one seed"].get_ydata()[-1] == 5
 
 
 def test_a_run_of_fewer_rows_than_the_window_is_averaged_whole(tmp_path):
@@ -168,7 +168,7 @@ def test_a_run_of_fewer_rows_than_the_window_is_averaged_whole(tmp_path):
 
 def test_a_random_policy_is_a_dashed_line(tmp_path):
     seeds, lines = drawn(tmp_path, 2, {("ppo", 1): np.arange(10), ("random", 1): [1, 2], ("random", 2): [4.5]})
-    assert len(seeds) == 1 and set(lines) == {"ppo, 1 seed", "random policy, 3 games: 2.5"}
+    assert len(seeds) == 1 and set(lines) == {"ppo, one seed", "random policy, 3 games: 2.5"}
     line = lines["random policy, 3 games: 2.5"]
     assert line.get_linestyle() == "--" and list(line.get_ydata()) == [2.5, 2.5]
 

@@ -157,7 +157,7 @@ def test_quick_rounds_count_where_an_algorithm_has_no_full_ones(results):
     assert "(--quick): all." in quick.caption and "(--quick): TD3, HalfCheetah-v5." in mixed.caption
 
 
-def test_rows_of_an_earlier_edition_are_marked_and_named(results, capsys):
+def test_rows_of_an_earlier_edition_are_marked_and_named(results, monkeypatch, capsys):
     script = ROOT / "leanrl" / "dqn.py"
     today = editions.today(script)
     results("dqn", "plain", 21, **summary(100.0, 2.0) | today)
@@ -166,6 +166,8 @@ def test_rows_of_an_earlier_edition_are_marked_and_named(results, capsys):
     (table,) = pages.speed_tables(pages.load(pages.ROOT / "results"))
     modes = [row[1] for row in table.rows if "CartPole" in row[0]]
     assert modes == ["plain", "eager (earlier edition)", "compile (earlier edition)"]
+    monkeypatch.setattr(pages, "CURVES", {"doc/dqn.md": ("dqn_cartpole", "dqn_breakout")})
+    (pages.ROOT / "doc" / "artifacts" / "dqn_cartpole.json").write_text(json.dumps(today))
     with pytest.raises(SystemExit) as ended:
         pages.main(pages.Args(stale=True))
     assert ended.value.code == 1
@@ -173,10 +175,12 @@ def test_rows_of_an_earlier_edition_are_marked_and_named(results, capsys):
     assert capsys.readouterr().err.splitlines() == [
         f"{folder}/compile/21.json: gone changed after 2026-01-02",
         f"{folder}/eager/21.json: dqn changed after 2026-01-02",
+        "doc/artifacts/dqn_breakout.csv: does not say what it measured",
     ]
 
 
-def test_results_that_are_all_of_today(results):
+def test_results_that_are_all_of_today(results, monkeypatch):
+    monkeypatch.setattr(pages, "CURVES", {})
     results("dqn", "plain", 21, **summary(100.0, 2.0) | editions.today(ROOT / "leanrl" / "dqn.py"))
     with pytest.raises(SystemExit) as ended:
         pages.main(pages.Args(stale=True))

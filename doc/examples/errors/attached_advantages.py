@@ -1,4 +1,4 @@
-"""The advantages in the policy's loss still depend on the critic: it learns to make its actions look bad or good."""
+"""The advantages still depend on the critic, so that the policy loss trains it too."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ def setting():
 
 
 def broken():
-    """The gradient that the critic gets from the policy's loss."""
+    """The gradient that the critic gets from the policy loss."""
     actor, critic, obs, actions, returns = setting()
     advantages = returns - critic(obs).squeeze(-1)
     log_prob = Categorical(logits=actor(obs)).log_prob(actions)

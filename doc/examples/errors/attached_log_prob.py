@@ -1,4 +1,4 @@
-"""The old log-probabilities of the ratio still depend on the weights: numerator and denominator move together."""
+"""The old log-probabilities still depend on the weights: the ratio's numerator and denominator move together."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""The values of a rollout are learned from in two epochs, through the graph that the rollout has left."""
+"""Two epochs differentiate the values of a rollout through the one graph that the rollout built."""
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ def broken():
 def fixed():
     critic, optimizer, obs, returns = setting()
     for _ in range(2):
-        values = critic(obs).squeeze(-1)  # with the weights of now
+        values = critic(obs).squeeze(-1)  # with the current weights
         loss = (values - returns).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -1,4 +1,4 @@
-"""The critic is stepped between the actor's loss and its backward pass, which needs the critic's old weights."""
+"""The critic's optimizer steps between the actor's loss and its backward pass, which needs the old weights."""
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ def broken():
     actor_loss = -critic(torch.cat((obs, actor(obs)), -1)).mean()
     critic_loss = (critic(torch.cat((obs, actions), -1)) - target).square().mean()
     critic_loss.backward()
-    critic_optimizer.step()  # in place
+    critic_optimizer.step()  # changes the weights in place
     actor_loss.backward()
     actor_optimizer.step()
 
@@ -28,7 +28,7 @@ def fixed():
     actor, critic, actor_optimizer, critic_optimizer, obs, actions, target = setting()
     critic_loss = (critic(torch.cat((obs, actions), -1)) - target).square().mean()
     critic_loss.backward()
-    critic_optimizer.step()
-    actor_loss = -critic(torch.cat((obs, actor(obs)), -1)).mean()  # by the critic as it is now
+    critic_optimizer.step()  # changes the weights in place
+    actor_loss = -critic(torch.cat((obs, actor(obs)), -1)).mean()
     actor_loss.backward()
     actor_optimizer.step()

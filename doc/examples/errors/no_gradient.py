@@ -7,25 +7,27 @@ from torch.distributions import Categorical
 
 def setting():
     torch.manual_seed(0)
-    actor, critic, obs = nn.Linear(3, 2), nn.Linear(3, 1), torch.randn(8, 3)
-    with torch.no_grad():
-        policy = Categorical(logits=actor(obs))
-        actions = policy.sample()
-        log_prob = policy.log_prob(actions)
-    return actor, critic, obs, actions, log_prob, torch.randn(8), torch.randn(8)
+    return nn.Linear(3, 2), nn.Linear(3, 1), torch.randn(8, 3), torch.randn(8), torch.randn(8)
 
 
 def broken():
     """The gradient of the actor's weights."""
-    actor, critic, obs, _, log_prob, advantages, returns = setting()
+    actor, critic, obs, advantages, returns = setting()
+    with torch.no_grad():  # acting
+        policy = Categorical(logits=actor(obs))
+        actions = policy.sample()
+        log_prob = policy.log_prob(actions)
     value_loss = (critic(obs).squeeze(-1) - returns).square().mean()
-    loss = -(log_prob * advantages).mean() + value_loss  # without the value loss backward would have raised
+    loss = -(log_prob * advantages).mean() + value_loss
     loss.backward()
     return actor.weight.grad
 
 
 def fixed():
-    actor, critic, obs, actions, _, advantages, returns = setting()
+    actor, critic, obs, advantages, returns = setting()
+    with torch.no_grad():  # acting
+        policy = Categorical(logits=actor(obs))
+        actions = policy.sample()
     log_prob = Categorical(logits=actor(obs)).log_prob(actions)
     value_loss = (critic(obs).squeeze(-1) - returns).square().mean()
     loss = -(log_prob * advantages).mean() + value_loss

@@ -1,4 +1,4 @@
-"""Actions go to the environment with their graph attached."""
+"""Actions are converted to NumPy with their graph attached."""
 
 import torch
 from torch import nn
@@ -13,5 +13,5 @@ def broken():
 
 def fixed():
     actor = nn.Linear(3, 2)
-    with torch.no_grad():  # better than .detach(): no graph is made at all
+    with torch.no_grad():
         return actor(torch.zeros(1, 3)).numpy()

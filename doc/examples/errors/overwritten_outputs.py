@@ -1,40 +1,34 @@
-"""A CUDA graph writes its outputs to the same memory each time: whoever keeps them without a copy sees the newest."""
+"""A CUDA graph writes its outputs to the same memory at each replay, so that earlier outputs change."""
 
 import torch
 
 NEEDS_CUDA = True
 
 
-def captured(function, example):
-    """`function` as a CUDA graph: called with a tensor like `example`, it returns its one static output."""
-    static_input = example.clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function(static_input)
-    torch.cuda.current_stream().wait_stream(side)
+def broken():
+    """The values of three observations, which are 0, 1 and 4."""
+    obs = torch.zeros((), device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        static_output = function(static_input)
-
-    def replay(x):
-        static_input.copy_(x)
+        value = obs.square()
+    values = []
+    for t in range(3):
+        obs.fill_(t)
         graph.replay()
-        return static_output
-
-    return replay
-
-
-def broken():
-    """The values of three steps, which are 0, 1 and 4."""
-    square = captured(torch.square, torch.zeros((), device="cuda"))
-    values = [square(torch.tensor(float(t), device="cuda")) for t in range(3)]
+        values.append(value)
     return torch.stack(values).tolist()
 
 
 def fixed():
-    square = captured(torch.square, torch.zeros((), device="cuda"))
-    values = [square(torch.tensor(float(t), device="cuda")).clone() for t in range(3)]
+    obs = torch.zeros((), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value = obs.square()
+    values = []
+    for t in range(3):
+        obs.fill_(t)
+        graph.replay()
+        values.append(value.clone())
     return torch.stack(values).tolist()
 
 

@@ -1,40 +1,28 @@
-"""The call that a CUDA graph would capture is compiled again, because it was warmed up in another mode."""
+"""The call that a CUDA graph would capture is compiled again, because it was warmed up in another grad mode."""
 
 import torch
 
+ERROR = (RuntimeError, "Detected recompile when torch.compile stance is 'fail_on_recompile'")
 
-def compiled(function):
-    """`function` compiled, and the list of its graphs, one entry for each time that it was compiled."""
-    graphs = []
 
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return graph
-
-    return torch.compile(function, backend=backend), graphs
+def setting():
+    """A compiled loss, and a batch."""
+    torch._dynamo.reset()
+    return torch.compile(lambda x: x.square().mean(), backend="eager"), torch.ones(4)
 
 
 def broken():
-    """How often the call to capture compiles."""
-    torch._dynamo.reset()
-    update, graphs = compiled(lambda x: (x * 2).sum())
+    loss, batch = setting()
     with torch.no_grad():
         for _ in range(3):
-            update(torch.ones(4))
-    before = len(graphs)
-    update(torch.ones(4))
-    return len(graphs) - before
+            loss(batch)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        loss(batch)  # the call to capture
 
 
 def fixed():
-    torch._dynamo.reset()
-    update, graphs = compiled(lambda x: (x * 2).sum())
+    loss, batch = setting()
     for _ in range(3):
-        update(torch.ones(4))  # as it will be called
-    before = len(graphs)
-    update(torch.ones(4))
-    return len(graphs) - before
-
-
-def is_right(compilations):
-    return compilations == 0
+        loss(batch)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        loss(batch)  # the call to capture

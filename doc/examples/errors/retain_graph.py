@@ -1,4 +1,4 @@
-"""`retain_graph=True` silences "backward a second time", and each epoch takes the step of the first one again."""
+"""`retain_graph=True` silences "backward a second time", and each epoch repeats the first one's step."""
 
 import torch
 from torch import nn

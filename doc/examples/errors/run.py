@@ -1,14 +1,16 @@
-"""Run an example of doc/common_errors.md: what is broken, then what is fixed.
+"""Run an example of doc/common_errors.md: the fixed function, then the broken one.
 
     python doc/examples/errors/run.py backward_twice
 
-Where there is no CUDA device, an emulated one (tests/cuda/emulated_cuda.py) runs what needs one.
+Without a CUDA device, examples that need one run on an emulated one (tests/cuda/emulated_cuda.py).
 """
 
 import importlib
+import os
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -27,10 +29,13 @@ def load(name):
     return importlib.import_module(name)
 
 
-def device_for(example):
-    """The context in which an example runs."""
+@contextmanager
+def surroundings(example):
+    """The environment variables and the device that an example needs."""
     needs_cuda = getattr(example, "NEEDS_CUDA", False)
-    return emulated_cuda() if needs_cuda and not torch.cuda.is_available() else nullcontext()
+    device = emulated_cuda() if needs_cuda and not torch.cuda.is_available() else nullcontext()
+    with device, patch.dict(os.environ, getattr(example, "ENVIRONMENT", {})):
+        yield
 
 
 def main(name):
@@ -39,7 +44,7 @@ def main(name):
         raise SystemExit(2)
     example = load(name)
     print(example.__doc__)
-    with device_for(example):
+    with surroundings(example):
         print("fixed:", example.fixed())
         print("broken:", example.broken())
 

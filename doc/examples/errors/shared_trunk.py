@@ -1,4 +1,4 @@
-"""Actor and critic share a trunk, and each steps it with an optimizer of its own."""
+"""Actor and critic share a trunk, and each has an optimizer that steps it."""
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ def broken():
     policy_loss = -policy_head(features).log_softmax(-1)[:, 0].mean()
     value_loss = (value_head(features) - returns).square().mean()
     policy_loss.backward(retain_graph=True)
-    policy_optimizer.step()  # moves the trunk under the second loss
+    policy_optimizer.step()  # changes the trunk, which the second loss needs
     value_loss.backward()
     value_optimizer.step()
 

@@ -1,4 +1,4 @@
-"""A time limit is taken for the end of the world: the value after it is called 0."""
+"""A time limit is treated as a terminal state: the value of what would come after it is taken to be 0."""
 
 import gymnasium as gym
 import numpy as np
@@ -8,7 +8,7 @@ TRUE_VALUE = 1 / (1 - GAMMA)
 
 
 class Forever(gym.Env):
-    """Pays 1 in each step, forever; nothing is to be seen."""
+    """Pays 1 in each step and never ends; there is only one state."""
 
     observation_space = gym.spaces.Box(-1, 1, (1,))
     action_space = gym.spaces.Discrete(2)
@@ -20,28 +20,34 @@ class Forever(gym.Env):
         return np.zeros(1, np.float32), 1.0, False, False, {}
 
 
-def value(is_the_end):
-    """The value of the one state, by TD(0) over 300 episodes; `is_the_end` says after which steps there is nothing."""
+def broken():
+    """The value of the one state, by TD(0)."""
     env = gym.wrappers.TimeLimit(Forever(), 10)
-    estimate = 0.0
+    value = 0.0
     for _ in range(300):
         env.reset()
-        terminated = truncated = False
-        while not (terminated or truncated):
+        done = False
+        while not done:
             _, reward, terminated, truncated, _ = env.step(0)
-            target = reward + GAMMA * (not is_the_end(terminated, truncated)) * estimate
-            estimate += 0.05 * (target - estimate)
-    return estimate
-
-
-def broken():
-    """The value that is learned; in truth it is 10."""
-    return value(lambda terminated, truncated: terminated or truncated)
+            done = terminated or truncated
+            target = reward + GAMMA * (1 - done) * value
+            value += 0.05 * (target - value)
+    return value
 
 
 def fixed():
-    return value(lambda terminated, truncated: terminated)
+    env = gym.wrappers.TimeLimit(Forever(), 10)
+    value = 0.0
+    for _ in range(300):
+        env.reset()
+        done = False
+        while not done:
+            _, reward, terminated, truncated, _ = env.step(0)
+            done = terminated or truncated
+            target = reward + GAMMA * (1 - terminated) * value
+            value += 0.05 * (target - value)
+    return value
 
 
-def is_right(estimate):
-    return abs(estimate - TRUE_VALUE) < 0.1
+def is_right(value):
+    return abs(value - TRUE_VALUE) < 0.1

@@ -1,4 +1,4 @@
-"""Rows of a preallocated buffer are sent through a queue: what is sent is the memory, not what is in it."""
+"""Rows of a preallocated buffer are sent through a queue: they travel as memory, not as values."""
 
 import torch
 from torch.multiprocessing import get_context
@@ -11,7 +11,7 @@ def broken():
     for t in range(3):
         rewards[0] = t
         queue.put(rewards[0])
-    return [queue.get().item() for _ in range(3)]  # here; in another process it is the same
+    return [queue.get().item() for _ in range(3)]  # another process gets the same
 
 
 def fixed():
@@ -20,7 +20,7 @@ def fixed():
     for t in range(3):
         rewards[0] = t
         queue.put(rewards[0].clone())
-    return [queue.get().item() for _ in range(3)]  # here; in another process it is the same
+    return [queue.get().item() for _ in range(3)]  # another process gets the same
 
 
 def is_right(rewards):

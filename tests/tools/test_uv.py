@@ -1,0 +1,77 @@
+"""`uv run` needs nothing but a script: a comment at its end says what to install (PEP 723)."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from copies import ROOT
+
+SCRIPTS = sorted((ROOT / "leanrl").glob("*.py"))
+BLOCK = re.compile(r"(?m)^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # PEP 723's own
+UV = [sys.executable, "-m", "uv"]
+UV_NAMES = {"index-url": "UV_DEFAULT_INDEX", "find-links": "UV_FIND_LINKS"}
+TINY_RUN = ["--total-timesteps=300", "--learning-starts=100", "--batch-size=32", "--buffer-size=1000", "--no-cuda"]
+
+
+def metadata(source):
+    """What a script's only block says."""
+    (block,) = BLOCK.finditer(source)
+    assert block["type"] == "script"
+    return tomllib.loads("".join(line[2:] for line in block["content"].splitlines(keepends=True)))
+
+
+def pins(path):
+    """The packages of a requirements file and of those that it includes."""
+    packages = []
+    for line in path.read_text().splitlines():
+        packages += pins(path.parent / line[3:]) if line.startswith("-r ") else [line]
+    return packages
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_names_the_pinned_packages(script):
+    kind = "atari" if "atari" in script.stem else "mujoco" if "continuous" in script.stem else "requirements"
+    wanted = {"requires-python": ">=3.11,<3.15", "dependencies": pins(ROOT / "requirements" / f"{kind}.txt")}
+    assert metadata(script.read_text()) == wanted
+
+
+def uv_settings():
+    """Environment variables that give uv the package index and the folders of wheels that pip uses."""
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], stdout=subprocess.PIPE, text=True).stdout
+    settings = dict(re.findall(r"\.([\w-]+)='(.+)'$", listed, re.M))
+    return {UV_NAMES[key]: ",".join(value.split()) for key, value in settings.items() if key in UV_NAMES}
+
+
+@pytest.fixture
+def copied_alone(tmp_path):
+    """A copy of a script in an empty folder; the environment that uv caches for it goes with the test."""
+    yield shutil.copy(ROOT / "leanrl" / "dqn_torchcompile.py", tmp_path / "copied_alone.py")
+    cache = subprocess.run([*UV, "cache", "dir"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    for environment in Path(cache).glob("environments-*/copied-alone-*"):
+        shutil.rmtree(environment)
+
+
+@pytest.mark.thorough
+def test_a_script_alone_runs_with_uv(copied_alone):
+    env = os.environ | uv_settings()
+    resolve = [*UV, "pip", "compile", "--quiet", "--python", sys.executable, copied_alone]
+    resolved = subprocess.run(resolve, env=env, capture_output=True, text=True)
+    if "Failed to fetch" in resolved.stderr:
+        pytest.skip(f"uv reaches no package index: {resolved.stderr}")
+    assert resolved.returncode == 0, resolved.stderr
+    if "nvidia-" in resolved.stdout:
+        pytest.skip("uv would download torch for CUDA, gigabytes, not a build for the CPU")
+
+    run = [*UV, "run", "--python", sys.executable, copied_alone, *TINY_RUN]
+    done = subprocess.run(run, cwd=copied_alone.parent, env=env, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+    (summary,) = copied_alone.parent.glob("runs/*/summary.json")
+    results = json.loads(summary.read_text())
+    assert results["global_step"] == 300
+    assert "mujoco" not in results["versions"], "packages of this environment, not of the script's own"
