@@ -38,7 +38,7 @@ class SmallImage(conftest.PushAnything):
 
 
 gym.register("SmallImage-v0", entry_point=SmallImage)
-ENVIRONMENT = {"shared encoder": "SmallImage-v0", "envpool": "InvertedPendulum-v5"}
+ENVIRONMENT = {"shared encoder": "SmallImage-v0", "envpool": "InvertedPendulum-v5", "discrete actions": "CartPole-v1"}
 
 
 def hunks(title):
@@ -280,3 +280,27 @@ def test_the_entropy_of_sac_starts_near_that_of_uniform_actions(kind, tmp_path):
     sac = make(edited("maximum entropy at the start", kind, tmp_path), "maximum entropy at the start")
     _, log_prob = sac.gaussian.sample(*sac.actor(torch.randn(100_000, 3)), torch.randn(100_000, 1))
     assert -log_prob.mean().item() == pytest.approx(uniform - 0.01, abs=0.005)
+
+
+def test_discrete_actions_are_the_same_in_plain_and_turbo_and_follow_the_policy(tmp_path):
+    title = "discrete actions"
+    plain, turbo = (make(edited(title, kind, tmp_path), title, num_envs=1000) for kind in ("plain", "turbo"))
+    plain.agent.actor[-1].weight.data *= 100  # starts almost uniform
+    copy_networks(plain, turbo)
+    obs = np.tile(np.array([1, -1, 2, 0.5], np.float32), (1000, 1))
+    logits, _ = plain.agent(torch.as_tensor(obs[:1]))
+    chosen = []
+    for learner in (plain, turbo):
+        torch.manual_seed(0)
+        chosen.append(np.stack([learner.act(t, obs) for t in range(16)]))
+    np.testing.assert_array_equal(*chosen)
+    assert chosen[0].mean() == pytest.approx(logits.softmax(-1)[0, 1].item(), abs=0.02)
+
+
+@pytest.mark.parametrize("kind", ["plain", "turbo"])
+def test_other_than_discrete_actions_are_refused(kind, tmp_path, capsys):
+    module = edited("discrete actions", kind, tmp_path)
+    for env_id in ("Pendulum-v1", "CountsFromOne-v0"):
+        with pytest.raises(SystemExit):
+            module.train(module.Args(env_id=env_id, run_dir=str(tmp_path / "runs")))
+        assert "choose an environment with discrete actions that count from 0" in capsys.readouterr().err
