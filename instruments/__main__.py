@@ -5,7 +5,8 @@
 Flags before the two dashes are the instruments', what follows them is the script with its own flags. Several
 instruments work together. doc/debugging.md uses them one after the other.
 
-A finished run is played by `python -m instruments evaluate RUN` (`--help` shows its flags).
+A finished run is played by `python -m instruments evaluate RUN` (`--help` shows its flags), and a script is trained on
+environments with known answers by `python -m instruments probe SCRIPT`.
 """
 
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import tyro
 
-from instruments import evaluate
+from instruments import evaluate, probe
 from instruments.baseline import RandomBaseline
 from instruments.frames import FrameDump
 from instruments.gradients import GradientWatch
@@ -83,10 +84,29 @@ def attach(script, instruments):
     script.train = watched
 
 
+def load_script(argument, name):
+    """The module of the script at the path `name`, which was given as `argument`."""
+    path = Path(name)
+    if not path.is_file() or path.suffix != ".py":
+        refuse(f"{argument} {name}: this is no Python file; give the path of a script")
+    script = load(path)
+    if not hasattr(script, "train") or not hasattr(script, "parse_args"):
+        remedy = "give a script of leanrl/ or an edited copy of one"
+        refuse(f"{argument} {name}: it has no `train` and `parse_args`; {remedy}")
+    return script
+
+
 def main(words):
     if words[:1] == ["evaluate"]:
         evaluate.main(words[1:])
         return
+    if words[:1] == ["probe"]:
+        if len(words) == 1:
+            refuse("probe: give a script behind it: probe leanrl/dqn.py")
+        if words[1] in ("-h", "--help"):
+            print(probe.__doc__)
+            return
+        probe.main(words[1], load_script("probe", words[1]), words[2:])
     at = words.index("--") if "--" in words else len(words)
     own = words[:at]
     others = words[at + 1 :]
@@ -96,13 +116,7 @@ def main(words):
     for flag in ("random_baseline", "dump_frames"):
         if getattr(args, flag) < 0:
             refuse(f"--{flag.replace('_', '-')} {getattr(args, flag)}: give a number from 0")
-    name = others[0]
-    path = Path(name)
-    if not path.is_file() or path.suffix != ".py":
-        refuse(f"-- {name}: this is no Python file; give the path of a script")
-    script = load(path)
-    if not hasattr(script, "train") or not hasattr(script, "parse_args"):
-        refuse(f"-- {name}: it has no `train` and `parse_args`; give a script of leanrl/ or an edited copy of one")
+    script = load_script("--", others[0])
     sys.argv = others
     attach(script, chosen(args))
     script.train(script.parse_args())

@@ -7,6 +7,7 @@ import ast
 import json
 import re
 import runpy
+import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -36,7 +37,7 @@ def same_torch():
 
 def counts_printed(name, capsys):
     """Run a simplified example as a program; what it prints, counts by function."""
-    with table.tracing("broken"):  # restores what the fixed example sets
+    with table.tracing(False):  # restores what the fixed example sets
         runpy.run_path(str(FOLDER / SIMPLIFIED[name]), run_name="__main__")
     lines = re.findall(r"^(\w+): (graphs .*)$", capsys.readouterr().out, re.MULTILINE)
     return {function: {part.split()[0]: int(part.split()[1]) for part in text.split(", ")} for function, text in lines}
@@ -52,6 +53,46 @@ def test_the_example_prints_the_counts_of_the_page(name, capsys):
         broken = counts["breaks"] + counts["recompilations"] > 0
         assert broken == (name == "broken" and function not in NO_LONGER_BREAK), function
         assert name == "broken" or counts["graphs"] == 1, function
+
+
+def test_the_flag_removes_the_break_at_either_way_to_a_gradient():
+    counts = table.count_backward()
+    assert counts == DATA["backward"], "if this is meant, table.py --write"
+    for both in counts.values():
+        assert both["off"]["breaks"] == 1
+        assert both["on"]["breaks"] == 0
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_traced_backward_adds_to_grad(clear):
+    """Setting `.grad` to None within the graph also avoids the recompilation."""
+    network, batch = torch.nn.Linear(4, 2), torch.randn(8, 4)
+    wanted = torch.autograd.grad(network(batch).square().mean(), network.weight)[0]
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def update():
+        if clear:
+            network.weight.grad = None
+            network.bias.grad = None
+        network(batch).square().mean().backward()
+
+    with table.tracing(True):
+        compiled = torch.compile(update, fullgraph=True, backend=backend)
+        for call in (1, 2, 3):
+            compiled()
+            torch.testing.assert_close(network.weight.grad, wanted if clear else call * wanted)
+    assert len(graphs) == (1 if clear else 2)
+    torch._dynamo.reset()
+
+
+def test_the_flag_loses_the_gradient_after_a_break():
+    """If the weights move with the flag, PyTorch has fixed it: remove the warning from the page."""
+    done = subprocess.run([sys.executable, FOLDER / "lost_gradient.py"], capture_output=True, text=True, check=True)
+    assert done.stdout in table.PAGE.read_text()
 
 
 @each_example
@@ -160,7 +201,7 @@ def test_page_has_the_figures_of_the_file():
     assert shown >= {"table", "full", *table.FUNCTIONS[len(table.broken.UPDATES) :]}
 
 
-@pytest.mark.parametrize("script", [*SIMPLIFIED.values(), *FULL.values(), "measure.py"])
+@pytest.mark.parametrize("script", [*SIMPLIFIED.values(), *FULL.values(), "lost_gradient.py", "measure.py"])
 def test_an_example_needs_little(script):
     """torch alone and, for whole scripts, what steps games and logs."""
     modules = set()

@@ -53,20 +53,22 @@ FIXES = {
     "update_critics": "all of the below",
     "update_actor": "all of the below",
     "update_temperature": "all of the below",
-    "sample": "none needed; better a sum over the probabilities",
+    "sample": "none needed; better: a sum over the probabilities",
     "zero_grad": "`.grad = None`, or no `.grad` at all",
     "return_alpha": "none needed; `detach()`",
-    "backward": "`torch.autograd.grad`",
-    "optimizer_step": "Adam as tensors",
+    "backward": "`trace_autograd_ops` and `torch.autograd.grad`",
+    "optimizer_step": "Adam as tensor operations",
     "validate": "`validate_args=False`",
     "item": "keep it a tensor",
     "branch": "`clamp`, `where`",
     "log": "return it, print outside",
     "mask": "multiply by the mask",
-    "learning_rate": "a tensor, filled",
-    "temperature": "a tensor, filled",
-    "count": "a tensor, added to",
+    "learning_rate": "a tensor, set by `fill_`",
+    "temperature": "a tensor, set by `fill_`",
+    "count": "a tensor, incremented by `add_`",
 }
+BACKWARD = {"broken": "`loss.backward()`", "fixed": "`torch.autograd.grad`"}
+FLAG = {"off": False, "on": True}
 
 
 def examples():
@@ -74,22 +76,25 @@ def examples():
     return {"broken": broken, "fixed": importlib.import_module("sac_atari_fixed_simplified")}
 
 
-def tracing(name):
-    """The setting of Dynamo with which the example `name` is compiled."""
-    return torch._dynamo.config.patch(trace_autograd_ops=name == "fixed")
+def tracing(flag):
+    """Whether Dynamo traces backward passes."""
+    return torch._dynamo.config.patch(trace_autograd_ops=flag)
 
 
-def count(name, function):
+def count(name, function, flag):
     """Graphs, breaks, recompilations and the reasons of breaks of a function of the example `name`."""
     example = examples()[name]
     function = getattr(example, function)
     before_call = example.BEFORE_CALLS.get(function, measure.nothing)
     torch.manual_seed(0)
-    with tracing(name):
-        counts, reasons = measure.measure(
-            function, example.Agent, example.make_batch(), before_call, fullgraph=name == "fixed"
-        )
+    with tracing(flag):
+        counts, reasons = measure.measure(function, example.Agent, example.make_batch(), before_call, fullgraph=flag)
     return counts | {"reasons": portable(reasons)}
+
+
+def count_backward():
+    """What `count` counts for both ways to a gradient, with Dynamo's flag off and on."""
+    return {name: {state: count(name, "backward", flag) for state, flag in FLAG.items()} for name in BACKWARD}
 
 
 def portable(reasons):
@@ -152,7 +157,7 @@ def count_graphs(name, updates):
         return graph.forward
 
     torch._dynamo.reset()
-    with tracing(name), patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+    with tracing(name == "fixed"), patch.object(torch, "compile", partial(torch.compile, backend=backend)):
         run_script(name, updates)
     torch._dynamo.reset()
     return len(reasons), sum(reasons)
@@ -172,15 +177,15 @@ def count_script(name):
     return {"graphs": graphs, "breaks": breaks, "recompilations": later - graphs, "waits": per_update}
 
 
-def time_pair(calls, warm=measure.CALLS, rounds=15, per_round=20):
-    """Of two functions of the number of a call: seconds of the first calls, microseconds of later ones (medians)."""
+def time_calls(calls, warm=measure.CALLS, rounds=15, per_round=20):
+    """Of functions of the number of a call: seconds of the first calls, microseconds of later ones (medians)."""
     first = []
     for call in calls:
         begin = time.perf_counter()
         for number in range(warm):
             call(number)
         first.append(time.perf_counter() - begin)
-    later = [[], []]
+    later = [[] for _ in calls]
     for turn in range(rounds):
         for call, times in zip(calls, later, strict=True):
             begin = time.perf_counter()
@@ -191,31 +196,39 @@ def time_pair(calls, warm=measure.CALLS, rounds=15, per_round=20):
 
 
 def time_function(function):
-    """`time_pair` of a function of both examples, compiled by inductor with an empty cache."""
-    calls = []
-    for name, example in examples().items():
-        calls.append(compiled_call(name, example, getattr(example, function)))
-    times = time_pair(calls)
+    """`time_calls` of a function of both examples, compiled by inductor with an empty cache."""
+    times = time_calls([compiled_call(name, function, name == "fixed") for name in examples()])
     torch._dynamo.reset()
     return times
 
 
-def compiled_call(name, example, function):
-    compiled = torch.compile(function, fullgraph=name == "fixed")
+def time_backward():
+    """Microseconds of a later call for both ways to a gradient, with Dynamo's flag off and on."""
+    forms = [(name, state) for name in BACKWARD for state in FLAG]
+    times = time_calls([compiled_call(name, "backward", FLAG[state]) for name, state in forms])["later"]
+    torch._dynamo.reset()
+    return {f"{name} {state}": later for (name, state), later in zip(forms, times, strict=True)}
+
+
+def compiled_call(name, function, flag):
+    """A call of a function of the example `name`, compiled with Dynamo's flag off or on."""
+    example = examples()[name]
+    function = getattr(example, function)
+    compiled = torch.compile(function, fullgraph=flag)
     before_call = example.BEFORE_CALLS.get(function, measure.nothing)
     agent = example.Agent()
     batch = example.make_batch()
 
     def call(number):
         before_call(agent, number % 100)
-        with tracing(name), contextlib.redirect_stdout(io.StringIO()):
+        with tracing(flag), contextlib.redirect_stdout(io.StringIO()):
             compiled(agent, batch)
 
     return call
 
 
 def time_scripts():
-    """`time_pair` of an update of both whole scripts, with a batch of random frames."""
+    """`time_calls` of an update of both whole scripts, with a batch of random frames."""
     generator = torch.Generator().manual_seed(0)
     frames = torch.randint(256, (2, 64, 4, 84, 84), generator=generator, dtype=torch.uint8)
     actions = torch.randint(3, (64,), generator=generator)
@@ -226,11 +239,11 @@ def time_scripts():
         learner = run_script(name, 0, batch_size=64)
 
         def call(number, name=name, learner=learner):
-            with tracing(name):
+            with tracing(name == "fixed"):
                 learner.update(batch)
 
         calls.append(call)
-    times = time_pair(calls, rounds=9, per_round=2)
+    times = time_calls(calls, rounds=9, per_round=2)
     torch._dynamo.reset()
     return times
 
@@ -250,9 +263,9 @@ def measured(data, timed):
     for function in FUNCTIONS:
         print(f"counting {function}", file=sys.stderr)
         simplified[function] = {
-            name: count(name, function) | {"waits": count_waits(name, function)} for name in examples()
+            name: count(name, function, name == "fixed") | {"waits": count_waits(name, function)} for name in examples()
         }
-    data = data | {"torch": torch.__version__.split("+")[0], "simplified": simplified}
+    data = data | {"torch": torch.__version__.split("+")[0], "simplified": simplified, "backward": count_backward()}
     data["full"] = {name: count_script(name) for name in examples()}
     if timed:
         torch.set_num_threads(1)
@@ -262,6 +275,7 @@ def measured(data, timed):
                 print(f"timing {function}", file=sys.stderr)
                 times[function] = time_function(function)
             data["times"] = {"machine": machine(), "simplified": times, "full": time_scripts()}
+            data["times"]["backward"] = time_backward()
     return data
 
 
@@ -312,6 +326,19 @@ def table(data):
     return "\n".join([*lines, "", machine_line])
 
 
+def backward_table(data):
+    """Both ways to a gradient, with Dynamo's flag off and on."""
+    lines = ["| `trace_autograd_ops` | off, the default | on |", "|---|---|---|"]
+    times = data["times"].get("backward")
+    for name, form in BACKWARD.items():
+        cells = [form]
+        for state, counts in data["backward"][name].items():
+            later = f"; {short(times[f'{name} {state}'])} us" if times else ""
+            cells.append(result(counts) + later)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def full_table(data):
     """The table of the whole scripts."""
     broken_counts, fixed_counts = data["full"]["broken"], data["full"]["fixed"]
@@ -352,7 +379,7 @@ def fix(data, function):
 
 def with_figures(page, data):
     """`page` with what is between its markers written anew from `data`."""
-    texts = {"table": table, "full": full_table}
+    texts = {"table": table, "trace_autograd_ops": backward_table, "full": full_table}
 
     def write(match):
         name = match[1]
