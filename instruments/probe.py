@@ -1,0 +1,224 @@
+"""Train a script, or an edited copy of one, on tiny environments whose answers are known. Each tests one part of it.
+
+    python -m instruments probe leanrl/sac_continuous_action.py --threads 1
+
+What follows the script are flags of its own; the probe sets environment, discount factor and folder. The environments
+are Andy Jones's (https://andyljones.com/posts/rl-debugging.html) and a truncated episode. Start at the first that
+fails. The exit code is 1 if any does.
+"""
+
+import dataclasses
+import math
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+
+from instruments.instrument import note, refuse
+
+GAMMA = 0.5  # small: bootstrapping 1 / (1 - gamma) steps takes time
+SETTINGS = {  # with which scripts learn this quickly; each script takes those that it has
+    "buffer_size": 10_000,
+    "learning_starts": 50,
+    "batch_size": 64,
+    "tau": 0.1,
+    "train_frequency": 1,
+    "target_network_frequency": 1,
+    "policy_lr": 1e-3,
+    "autotune": False,
+    "alpha": 0.0,  # entropy would be part of the values
+    "num_steps": 16,
+    "num_minibatches": 2,
+    "update_epochs": 4,
+}
+OFF_POLICY = {"total_timesteps": 400, "learning_rate": 1e-3}
+ON_POLICY = {"total_timesteps": 5120, "learning_rate": 3e-3, "num_envs": 4}
+
+
+@dataclass
+class Probe:
+    """An environment and what a learner has to find out: the value of each state, or the best action there."""
+
+    name: str
+    states: tuple[float, ...]
+    """observations: one after the other in an episode of several steps, in others a random one"""
+    reward: Callable[[float, float], float]
+    """of the state and the action, which are both from -1 to 1"""
+    asks: str
+    """"value" or "action" """
+    expected: tuple[float, ...]
+    failure: str
+    """what it points to"""
+    steps: int = 1
+    truncates: bool = False
+
+    def env_id(self, discrete):
+        return f"Probe-{self.name}{'-discrete' * discrete}-v0"
+
+
+PROBES = [
+    Probe(
+        name="constant",
+        states=(0,),
+        reward=lambda state, action: 1,
+        asks="value",
+        expected=(1,),
+        failure="values do not learn at all: look at their loss and its optimizer, and at `terminated` if it is 2",
+    ),
+    Probe(
+        name="observation",
+        states=(-1, 1),
+        reward=lambda state, action: state,
+        asks="value",
+        expected=(-1, 1),
+        failure="values ignore what is observed: look at shapes in their loss, and at the observations of a batch",
+    ),
+    Probe(
+        name="delay",
+        states=(0, 1),
+        reward=lambda state, action: state,
+        asks="value",
+        expected=(GAMMA, 1),
+        failure="rewards do not reach the step before: look at gamma and next observations in the target or in GAE",
+        steps=2,
+    ),
+    Probe(
+        name="action",
+        states=(0,),
+        reward=lambda state, action: action,
+        asks="action",
+        expected=(1,),
+        failure="the policy learns nothing, or the opposite: look at its loss, above all the sign, and its optimizer",
+    ),
+    Probe(
+        name="both",
+        states=(-1, 1),
+        reward=lambda state, action: state * action,
+        asks="action",
+        expected=(-1, 1),
+        failure="the policy ignores what is observed: look at whether a batch's observations and actions match",
+    ),
+    Probe(
+        name="truncation",
+        states=(0,),
+        reward=lambda state, action: 1,
+        asks="value",
+        expected=(1 / (1 - GAMMA),),
+        failure="a truncated episode has to be bootstrapped: look at what is stored as terminated",
+        steps=2,
+        truncates=True,
+    ),
+]
+TOLERANCE = {"value": 0.1, "action": 0.3}
+
+
+class Environment(gym.Env):
+    """A probe's environment. The discrete actions 0 and 1 stand for -1 and 1."""
+
+    def __init__(self, probe, discrete):
+        self.probe = probe
+        self.discrete = discrete
+        self.observation_space = gym.spaces.Box(-1, 1, (1,))
+        self.action_space = gym.spaces.Discrete(2) if discrete else gym.spaces.Box(-1, 1, (1,))
+
+    def observe(self):
+        states = self.probe.states
+        in_turn = states[min(self.step_count, len(states) - 1)]
+        self.state = in_turn if self.probe.steps > 1 else self.np_random.choice(states)
+        return np.array([self.state], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.step_count = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        reward = self.probe.reward(self.state, 2 * action - 1 if self.discrete else action[0])
+        self.step_count += 1
+        ended = self.step_count == self.probe.steps
+        return self.observe(), float(reward), ended and not self.probe.truncates, ended and self.probe.truncates, {}
+
+
+for probe in PROBES:
+    for discrete in (False, True):
+        kwargs = {"probe": probe, "discrete": discrete}
+        gym.register(probe.env_id(discrete), entry_point=Environment, kwargs=kwargs)
+
+
+@torch.no_grad()
+def answers(learner, probe, discrete):
+    """What the learner has found out."""
+    obs = torch.tensor(probe.states, dtype=torch.float32)[:, None]
+    actions = learner.policy()(obs)
+    if probe.asks == "action":
+        found = 2 * actions - 1 if discrete else actions
+    else:
+        found = values(learner, obs, actions.to(learner.device))
+    return found.flatten().tolist()
+
+
+def values(learner, obs, actions):
+    """The states' values in units of rewards; critics are asked about the policy's actions."""
+    if hasattr(learner, "normalizer"):
+        scaled = torch.as_tensor(learner.normalizer.scale_obs(obs.numpy()), device=learner.device)
+        *_, found = learner.agent(scaled)
+        return found * max(learner.normalizer.std[-1], 0.1)  # rewards, up to 1 here, are clipped at 10 once scaled
+    obs = obs.to(learner.device)
+    if hasattr(learner, "q"):
+        found = learner.q(obs)
+        return (found[0] if isinstance(found, tuple) else found).amax(-1)
+    critics = getattr(learner.critics, "members", learner.critics)  # a flat network's, or a list
+    return torch.stack([critic(obs, actions) for critic in critics]).amin(0)
+
+
+def find_out(script, args, probe, discrete):
+    """Train on the probe's environment, and return what the learner has found out."""
+    learners = []
+
+    def start(run):
+        learners.append(run.learner)
+        run.save = lambda: None  # exporting a policy takes longer than the run
+        run.bar.leave = False
+
+    if getattr(args, "compile", False):
+        torch.compiler.reset()  # what is compiled is not guarded against another learner
+    try:
+        script.train(args, on_start=start)
+    except SystemExit as stop:
+        if not str(stop.code).startswith("error: step"):
+            raise
+        note(stop.code)
+        return [math.nan] * len(probe.expected)
+    return answers(*learners, probe, discrete)
+
+
+def line(probe, found):
+    """Whether a probe has succeeded, and what is printed about it."""
+    good = np.allclose(found, probe.expected, rtol=0, atol=TOLERANCE[probe.asks])
+    expected, found = (" ".join(f"{x:5.2f}" for x in numbers) for numbers in (probe.expected, found))
+    verdict = "ok" if good else f"failed: {probe.failure}"
+    return good, f"{probe.name:<12} {probe.asks:<7} expected {expected:<12} found {found:<12} {verdict}"
+
+
+def main(path, script, words):
+    """Probe the script at `path`, a module, with its flags in `words`."""
+    if hasattr(script, "make_games"):
+        refuse(f"probe {path}: it plays Atari games, and the answers are known for vectors only; probe such a script")
+    discrete = hasattr(script, "require_discrete_actions")
+    flags = {field.name for field in dataclasses.fields(script.Args)}
+    settings = SETTINGS | (ON_POLICY if "num_steps" in flags else OFF_POLICY)
+    defaults = script.Args(**{name: value for name, value in settings.items() if name in flags})
+    given = tyro.cli(script.Args, args=words, default=defaults, prog=f"python -m instruments probe {path}")
+    failed = False
+    for probe in PROBES:
+        with tempfile.TemporaryDirectory() as folder:
+            args = dataclasses.replace(given, env_id=probe.env_id(discrete), gamma=GAMMA, run_dir=folder)
+            good, said = line(probe, find_out(script, args, probe, discrete))
+        print(said, flush=True)
+        failed |= not good
+    sys.exit(int(failed))

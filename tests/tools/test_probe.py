@@ -1,0 +1,155 @@
+"""Environments with known answers: every script finds them, and a planted bug fails the probes that point to it."""
+
+from pathlib import Path
+
+import pytest
+from conftest import ALGORITHMS, load_copy
+from test_edits import edited
+
+from instruments import __main__ as command
+from instruments import probe
+
+LEANRL = Path(__file__).resolve().parents[2] / "leanrl"
+PLAIN = {name: ALGORITHMS[name] for name in ("sac", "td3", "ppo", "dqn")}
+TURBO = {name: f"{script}_torchcompile" for name, script in PLAIN.items()}
+ALL = {one.name for one in probe.PROBES}
+VALUES = ALL - {"action", "both"}
+thorough = pytest.mark.thorough
+
+
+def copy(name, folder, old="", new=""):
+    """The module of a copy of a script, with one text replaced."""
+    source = (LEANRL / f"{name}.py").read_text()
+    assert not old or source.count(old) == 1, f"not there once: {old}"
+    return load_copy(name, source.replace(old, new) if old else source, folder)
+
+
+def failed(names, script, words, capsys, monkeypatch):
+    """Which of the probes of these names a script with the flags `words` fails."""
+    probes = [one for one in probe.PROBES if one.name in names]
+    monkeypatch.setattr(probe, "PROBES", probes)
+    with pytest.raises(SystemExit) as stop:
+        probe.main(script.__file__, script, words)
+    lines = capsys.readouterr().out.splitlines()
+    bad = {one.name for one, said in zip(probes, lines, strict=True) if said.endswith(one.failure)}
+    good = {one.name for one, said in zip(probes, lines, strict=True) if said.endswith(" ok")}
+    assert bad | good == names and not bad & good
+    assert stop.value.code == bool(bad)
+    return bad
+
+
+def quick(names, first):
+    """Parameters of a test, of which only the first is quick."""
+    return [pytest.param(name, marks=[thorough] * (name != first)) for name in names]
+
+
+@pytest.mark.parametrize("name", quick([*PLAIN.values(), *TURBO.values()], "dqn_torchcompile"))
+def test_a_healthy_script_passes(name, tmp_path, capsys, monkeypatch):
+    assert not failed(ALL, copy(name, tmp_path), [], capsys, monkeypatch)
+
+
+@thorough
+@pytest.mark.parametrize("name", TURBO.values())
+def test_a_compiled_script_passes(name, tmp_path, capsys, monkeypatch):
+    names = {"observation", "action", "truncation"}
+    assert not failed(names, copy(name, tmp_path), ["--compile"], capsys, monkeypatch)
+
+
+@thorough
+@pytest.mark.parametrize("kind", ["plain", "turbo"])
+@pytest.mark.parametrize("edit", ["five critics", "auxiliary head", "n-step returns", "discrete actions"])
+def test_an_edited_copy_passes(edit, kind, tmp_path, capsys, monkeypatch):
+    assert not failed(ALL, edited(edit, kind, tmp_path), [], capsys, monkeypatch)
+
+
+STORED = ("terminated=terminated,", "terminated=terminated | truncated,")
+STORED_BY_TURBO = ("terminated=terminated)", "terminated=terminated | truncated)")
+STEP = 'self.optimizers["critics"].step('
+SAC_SIGN = ("(alpha * log_prob - q)", "(alpha * log_prob + q)")
+TD3_SIGN = ("actor_loss = -self", "actor_loss = self")
+PPO_SIGN = ("policy_loss = -torch.min", "policy_loss = torch.min")
+DQN_STEP = ('self.optimizers["q"].step(self.q.weights, gradient)', "pass")
+BROADCAST = ('errors = (values - rows["returns"])', 'errors = (values[:, None] - rows["returns"])')
+BUGS = {  # by what is wrong: script, what is replaced by what, which probes fail, and which do not
+    "sign": [
+        (PLAIN["sac"], *SAC_SIGN, {"action", "both"}, {"constant"}),
+        (TURBO["sac"], *SAC_SIGN, {"action", "both"}, {"constant"}),
+        (PLAIN["td3"], *TD3_SIGN, {"action", "both"}, {"constant"}),
+        (TURBO["td3"], *TD3_SIGN, {"action", "both"}, {"constant"}),
+        (PLAIN["ppo"], *PPO_SIGN, {"action", "both"}, {"constant"}),
+        (TURBO["ppo"], *PPO_SIGN, {"action", "both"}, {"constant"}),
+    ],
+    "truncation is terminal": [
+        (PLAIN["dqn"], *STORED, {"truncation"}, {"delay"}),
+        (TURBO["dqn"], *STORED_BY_TURBO, {"truncation"}, {"delay"}),
+        (PLAIN["sac"], *STORED, {"truncation"}, {"delay"}),
+        (TURBO["sac"], *STORED, {"truncation"}, {"delay"}),
+        (PLAIN["td3"], *STORED, {"truncation"}, {"delay"}),
+        (TURBO["td3"], *STORED, {"truncation"}, {"delay"}),
+    ],
+    "no gamma": [
+        (PLAIN["dqn"], "self.args.gamma * next_q", "next_q", {"delay", "truncation"}, {"constant"}),
+        (TURBO["sac"], "self.args.gamma * next_v", "next_v", {"delay", "truncation"}, {"constant"}),
+        (TURBO["td3"], "self.args.gamma * next_q", "next_q", {"delay", "truncation"}, {"constant"}),
+        (PLAIN["ppo"], "self.args.gamma * next_values", "next_values", {"delay", "truncation"}, {"constant"}),
+    ],
+    "values do not learn": [
+        (TURBO["dqn"], *DQN_STEP, VALUES, set()),
+        (PLAIN["sac"], f"{STEP})", "pass", VALUES, set()),
+        (TURBO["sac"], f"{STEP}self.critics.weights, gradient)", "pass", VALUES, set()),
+        (PLAIN["td3"], f"{STEP})", "pass", VALUES, set()),
+        (TURBO["td3"], f"{STEP}self.critics.weights, gradient)", "pass", VALUES, set()),
+    ],
+    "(N, 1) less (N,)": [
+        (PLAIN["ppo"], *BROADCAST, {"observation"}, {"constant"}),
+        (TURBO["ppo"], *BROADCAST, {"observation"}, {"constant"}),
+    ],
+    "actions of others": [
+        (PLAIN["dqn"], 'batch["actions"].long()', '(1 - batch["actions"].long())', {"action", "both"}, {"constant"}),
+    ],
+}
+QUICK_BUGS = [("sign", PLAIN["sac"]), ("truncation is terminal", PLAIN["dqn"])]
+QUICK_BUGS += [("no gamma", PLAIN["dqn"]), ("values do not learn", TURBO["dqn"])]
+PARAMETERS = [
+    pytest.param(*bug, id=f"{what}, {bug[0]}", marks=[thorough] * ((what, bug[0]) not in QUICK_BUGS))
+    for what, bugs in BUGS.items()
+    for bug in bugs
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new", "fail", "pass_"), PARAMETERS)
+def test_a_planted_bug_fails_its_probes(name, old, new, fail, pass_, tmp_path, capsys, monkeypatch):
+    assert failed(fail | pass_, copy(name, tmp_path, old, new), [], capsys, monkeypatch) == fail
+
+
+@thorough
+@pytest.mark.parametrize("name", [PLAIN["ppo"], TURBO["ppo"]])
+@pytest.mark.parametrize(
+    ("flags", "fail", "pass_"),
+    [(["--no-bootstrap-truncation"], {"truncation"}, {"delay"}), (["--vf-coef", "0"], VALUES, set())],
+)
+def test_flags_are_the_scripts(name, flags, fail, pass_, tmp_path, capsys, monkeypatch):
+    assert failed(fail | pass_, copy(name, tmp_path), flags, capsys, monkeypatch) == fail
+
+
+def test_a_run_that_diverges_has_failed(tmp_path, capsys, monkeypatch):
+    words = ["--learning-rate", "1e12"]
+    assert failed({"constant"}, copy("dqn", tmp_path), words, capsys, monkeypatch) == {"constant"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "probe: give a script"),
+        (["leanrl/nothing.py"], "probe leanrl/nothing.py: this is no Python file"),
+        (["tests/algorithms/catch.py"], "probe tests/algorithms/catch.py: it has no `train`"),
+        (["leanrl/dqn_atari.py"], "probe leanrl/dqn_atari.py: it plays Atari games"),
+        (["leanrl/sac_atari_torchcompile.py"], "probe leanrl/sac_atari_torchcompile.py: it plays Atari games"),
+        (["leanrl/dqn.py", "--batch-size", "0"], "--batch-size 0: give a number from 1"),
+    ],
+)
+def test_bad_input_gets_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(["probe", *words])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith(f"error: {message}")
