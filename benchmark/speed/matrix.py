@@ -10,8 +10,9 @@ they take is printed first.
 
 A result is the JSON file of a run: speed/<algo>/<env_id>/<mode>/<seed>.json, or quick/... or learning/... . Where the
 run crashed it names the log ("failed"). The same command goes on where it was interrupted: a round is not run again if
-all its results are there, and of the same commands. To repeat it delete them. At the end tables and figures are made of
-all that is in results/, as by `python -m benchmark.report`.
+all its results are there, and of the same commands. To repeat it delete them. Learning runs end with a checkpoint when
+the command is interrupted, and resume from it. At the end tables and figures are made of all that is in results/, as by
+`python -m benchmark.report`.
 """
 
 import contextlib
@@ -150,12 +151,15 @@ class Job:
         folder = self.folder(mode)
         result = {"algo": self.algo, "env_id": self.env_id, "mode": mode, "seed": self.seed}
         result["command"] = shown(self.command(mode))
-        summaries = list(folder.glob("*/summary.json"))
+        summaries = sorted(folder.glob("*/summary.json"), key=steps_of)
         if status or not summaries:
             return result | {"failed": str(folder / "log.txt"), "exit_code": status}
-        (path,) = summaries
+        path = summaries[-1]
         result |= editions.today(*path.parent.glob("*.py"))  # the run's copy of the script; peers have none
         result["summary"] = json.loads(path.read_text())
+        if len(summaries) > 1:  # of a run that was resumed
+            seconds = [json.loads(part.read_text())["wall_seconds"] for part in summaries]
+            result["summary"]["wall_seconds"] = sum(seconds)
         result["summary"].pop("slice_speeds", None)
         config = path.with_name("config.json")
         if config.exists():  # peers have none
@@ -164,7 +168,7 @@ class Job:
         if self.args.monitor:
             result["monitor"] = json.loads((folder / "monitor.json").read_text())
         if self.learn:
-            result["curve"] = curve(path.parent)
+            result["curve"] = curve([part.parent for part in summaries])
         return result
 
 
@@ -178,11 +182,15 @@ class LearningRun(Job):
         return rounds.command(self.args, [f"leanrl/{script}.py", *flags], self.seed, self.folder(mode))
 
     def start(self):
-        """Start to train."""
-        self.clear()
+        """Start to train, or resume what was interrupted."""
         (self.mode,) = self.modes
         self.monitor = Monitor(self.args.monitor)
         script, *flags = self.command(self.mode)
+        parts = sorted(self.folder(self.mode).glob("*/summary.json"), key=steps_of)
+        if parts and steps_of(parts[-1]) < self.args.total_timesteps:
+            flags.append(f"--resume={parts[-1].parent}")
+        else:
+            self.clear()
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         pipes["env"] = os.environ | rounds.environment(self.mode)
         self.process = rounds.start([str(ROOT / script), *flags], self.folder(self.mode), **pipes)
@@ -193,6 +201,11 @@ class LearningRun(Job):
         """The mode's exit code; None as long as it trains."""
         status = self.process.poll()
         return None if status is None else {self.mode: status}
+
+    def stop(self):
+        """Have the script write a checkpoint and end."""
+        if self.process.poll() is None:
+            self.process.terminate()
 
     def end(self):
         """Save what the monitor has seen; a process that still trains is killed."""
@@ -211,23 +224,37 @@ def shown(command):
     return shlex.join(["python", *(word for word in command if not word.startswith("--run-dir="))])
 
 
-def curve(folder):
-    """Episodic returns of a run, as [step, seconds since its start, mean return] of at most POINTS equal parts."""
+def steps_of(summary):
+    """How far the run of a summary.json came."""
+    return json.loads(summary.read_text())["global_step"]
+
+
+def curve(folders):
+    """Episodic returns of a run, as [step, seconds of training, mean return] of at most POINTS equal parts.
+
+    A run that was resumed has several folders, whose seconds are added up.
+    """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    if "charts/episodic_return" not in events.Tags()["scalars"]:  # no episode has ended
+    episodes = []
+    before = 0.0
+    for folder in folders:
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+        if "charts/episodic_return" in events.Tags()["scalars"]:
+            begin = events.FirstEventTimestamp()
+            scalars = events.Scalars("charts/episodic_return")
+            episodes += [(scalar.step, before + scalar.wall_time - begin, scalar.value) for scalar in scalars]
+        before += json.loads((folder / "summary.json").read_text())["wall_seconds"]
+    if not episodes:
         return []
-    episodes = events.Scalars("charts/episodic_return")
-    width = max(episodes[-1].step / POINTS, 1)
+    width = max(episodes[-1][0] / POINTS, 1)
     parts = {}
     for episode in episodes:
-        parts.setdefault(int((episode.step - 1) / width), []).append(episode)
-    begin = events.FirstEventTimestamp()
+        parts.setdefault(int((episode[0] - 1) / width), []).append(episode)
     rows = []
     for part in parts.values():
-        seconds = part[-1].wall_time - begin
-        rows.append([part[-1].step, round(seconds, 2), round(mean(episode.value for episode in part), 3)])
+        step, seconds, _ = part[-1]
+        rows.append([step, round(seconds, 2), round(mean(value for _, _, value in part), 3)])
     return rows
 
 
@@ -290,6 +317,10 @@ def learn(todo, out, here, parallel):
                         bar.update(job.seconds)
         finally:
             for job in running:
+                job.stop()
+            for job in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.process.wait(timeout=60)
                 job.end()
 
 

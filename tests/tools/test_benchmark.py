@@ -421,7 +421,7 @@ folder.mkdir(parents=True)
 (folder / "dqn.py").write_text("")
 begin = time.time()
 time.sleep(0.5)
-lines = dict(threads=flags["threads"], begin=begin, end=time.time(), global_step=1, matmul_precision="highest")
+lines = dict(threads=flags["threads"], begin=begin, end=time.time(), global_step=500_000, matmul_precision="highest")
 (folder / "summary.json").write_text(__import__("json").dumps(lines | {"wall_seconds": 1}))
 """
     (tmp_path / "leanrl").mkdir()
@@ -445,6 +445,39 @@ lines = dict(threads=flags["threads"], begin=begin, end=time.time(), global_step
     assert matrix_of(tmp_path, **settings) == 0
     again = [path for path in paths if json.loads(path.read_text()) not in results]
     assert again == [paths[0]]
+
+
+def test_an_interrupted_learning_run_resumes(tmp_path, monkeypatch):
+    """Ctrl-C while DQN trains: it leaves a checkpoint, and the same command goes on from there."""
+    settings = {"learn": True, "modes": ("plain",), "seeds": (1,), "total_timesteps": 3000}
+    settings |= {"flags": "--learning-starts 100 --no-cuda"}
+    runs = tmp_path / "runs" / "learning" / "dqn" / "CartPole-v1" / "plain" / "1"
+    statuses = matrix.LearningRun.statuses
+
+    def interrupt(job):
+        if list(runs.glob("*/events*")) and "training" in (runs / "log.txt").read_text():
+            raise KeyboardInterrupt
+        return statuses(job)
+
+    monkeypatch.setattr(matrix.LearningRun, "statuses", interrupt)
+    assert matrix_of(tmp_path, **settings) == 130
+    (summary,) = runs.glob("*/summary.json")
+    first = json.loads(summary.read_text())
+    assert 100 <= first["global_step"] < 3000 and summary.with_name("checkpoint.pt").exists()
+    monkeypatch.setattr(matrix.LearningRun, "statuses", statuses)
+    assert matrix_of(tmp_path, **settings) == 0
+    first_part, second_part = sorted(runs.glob("*/summary.json"), key=matrix.steps_of)
+    assert first_part == summary
+    (path,) = tmp_path.glob("results/*/learning/dqn/CartPole-v1/plain/1.json")
+    result = json.loads(path.read_text())
+    last = json.loads(second_part.read_text())
+    assert result["summary"]["global_step"] == 3000
+    assert result["summary"]["wall_seconds"] == first["wall_seconds"] + last["wall_seconds"]
+    steps, seconds, _ = zip(*result["curve"], strict=True)
+    assert steps[0] < first["global_step"] < steps[-1] and list(seconds) == sorted(seconds)
+    path.unlink()
+    assert matrix_of(tmp_path, **settings) == 0  # a finished run is run again, not resumed
+    assert len(list(runs.glob("*/summary.json"))) == 1
 
 
 @pytest.mark.parametrize(
