@@ -102,7 +102,7 @@ def main(words):
         return
     if words[:1] == ["probe"]:
         if len(words) == 1:
-            refuse("probe: give a script behind it: probe leanrl/dqn.py")
+            refuse("probe: give a script: probe leanrl/dqn.py")
         if words[1] in ("-h", "--help"):
             print(probe.__doc__)
             return

@@ -1,10 +1,10 @@
-"""Train a script, or an edited copy of one, on tiny environments whose answers are known. Each tests one part of it.
+"""Train a script, or an edited copy of one, on tiny environments with known answers. Each tests one part of it.
 
     python -m instruments probe leanrl/sac_continuous_action.py --threads 1
 
-What follows the script are flags of its own; the probe sets environment, discount factor and folder. The environments
-are Andy Jones's (https://andyljones.com/posts/rl-debugging.html) and a truncated episode. Start at the first that
-fails. The exit code is 1 if any does.
+The flags are the script's; environment, discount factor and folder are the probe's. Five environments are those of
+Andy Jones (https://andyljones.com/posts/rl-debugging.html), the sixth truncates its episodes. If several fail, start
+with the first. The exit code is then 1.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ import tyro
 
 from instruments.instrument import note, refuse
 
-GAMMA = 0.5  # small: bootstrapping 1 / (1 - gamma) steps takes time
-SETTINGS = {  # with which scripts learn this quickly; each script takes those that it has
+GAMMA = 0.5  # small, so that bootstrapped values converge soon
+SETTINGS = {  # for scripts that have these flags
     "buffer_size": 10_000,
     "learning_starts": 50,
     "batch_size": 64,
@@ -42,18 +42,18 @@ ON_POLICY = {"total_timesteps": 5120, "learning_rate": 3e-3, "num_envs": 4}
 
 @dataclass
 class Probe:
-    """An environment and what a learner has to find out: the value of each state, or the best action there."""
+    """An environment, and what a learner should find: the value of each state, or the best action in it."""
 
     name: str
     states: tuple[float, ...]
-    """observations: one after the other in an episode of several steps, in others a random one"""
+    """observations: in an episode of one step a random one, else one after the other"""
     reward: Callable[[float, float], float]
-    """of the state and the action, which are both from -1 to 1"""
+    """of the state and the action, both from -1 to 1"""
     asks: str
     """"value" or "action" """
     expected: tuple[float, ...]
     failure: str
-    """what it points to"""
+    """what a wrong answer points to"""
     steps: int = 1
     truncates: bool = False
 
@@ -68,7 +68,7 @@ PROBES = [
         reward=lambda state, action: 1,
         asks="value",
         expected=(1,),
-        failure="values do not learn at all: look at their loss and its optimizer, and at `terminated` if it is 2",
+        failure="no value is learned: check the value loss, its optimizer, and `terminated`",
     ),
     Probe(
         name="observation",
@@ -76,7 +76,7 @@ PROBES = [
         reward=lambda state, action: state,
         asks="value",
         expected=(-1, 1),
-        failure="values ignore what is observed: look at shapes in their loss, and at the observations of a batch",
+        failure="values ignore observations: check shapes in the value loss, and the batch's observations",
     ),
     Probe(
         name="delay",
@@ -84,7 +84,7 @@ PROBES = [
         reward=lambda state, action: state,
         asks="value",
         expected=(GAMMA, 1),
-        failure="rewards do not reach the step before: look at gamma and next observations in the target or in GAE",
+        failure="the next value is missing or not discounted: check gamma and next observations",
         steps=2,
     ),
     Probe(
@@ -93,7 +93,7 @@ PROBES = [
         reward=lambda state, action: action,
         asks="action",
         expected=(1,),
-        failure="the policy learns nothing, or the opposite: look at its loss, above all the sign, and its optimizer",
+        failure="nothing is learned, or the opposite: check the sign of the policy loss, and its optimizer",
     ),
     Probe(
         name="both",
@@ -101,7 +101,7 @@ PROBES = [
         reward=lambda state, action: state * action,
         asks="action",
         expected=(-1, 1),
-        failure="the policy ignores what is observed: look at whether a batch's observations and actions match",
+        failure="actions ignore observations: check that a batch's observations, actions and rewards match",
     ),
     Probe(
         name="truncation",
@@ -109,7 +109,7 @@ PROBES = [
         reward=lambda state, action: 1,
         asks="value",
         expected=(1 / (1 - GAMMA),),
-        failure="a truncated episode has to be bootstrapped: look at what is stored as terminated",
+        failure="truncated episodes are not bootstrapped: check what is stored as `terminated`",
         steps=2,
         truncates=True,
     ),
@@ -128,8 +128,10 @@ class Environment(gym.Env):
 
     def observe(self):
         states = self.probe.states
-        in_turn = states[min(self.step_count, len(states) - 1)]
-        self.state = in_turn if self.probe.steps > 1 else self.np_random.choice(states)
+        if self.probe.steps == 1:
+            self.state = self.np_random.choice(states)
+        else:
+            self.state = states[min(self.step_count, len(states) - 1)]
         return np.array([self.state], np.float32)
 
     def reset(self, *, seed=None, options=None):
@@ -152,7 +154,7 @@ for probe in PROBES:
 
 @torch.no_grad()
 def answers(learner, probe, discrete):
-    """What the learner has found out."""
+    """What the learner has found."""
     obs = torch.tensor(probe.states, dtype=torch.float32)[:, None]
     actions = learner.policy()(obs)
     if probe.asks == "action":
@@ -163,26 +165,26 @@ def answers(learner, probe, discrete):
 
 
 def values(learner, obs, actions):
-    """The states' values in units of rewards; critics are asked about the policy's actions."""
+    """The states' values in units of the environment's rewards; those of critics are for the policy's actions."""
     if hasattr(learner, "normalizer"):
         scaled = torch.as_tensor(learner.normalizer.scale_obs(obs.numpy()), device=learner.device)
         *_, found = learner.agent(scaled)
-        return found * max(learner.normalizer.std[-1], 0.1)  # rewards, up to 1 here, are clipped at 10 once scaled
+        return found * max(learner.normalizer.std[-1], 0.1)  # scaled rewards are clipped at 10
     obs = obs.to(learner.device)
     if hasattr(learner, "q"):
         found = learner.q(obs)
-        return (found[0] if isinstance(found, tuple) else found).amax(-1)
+        return (found[0] if isinstance(found, tuple) else found).amax(-1)  # of a network with another head
     critics = getattr(learner.critics, "members", learner.critics)  # a flat network's, or a list
     return torch.stack([critic(obs, actions) for critic in critics]).amin(0)
 
 
-def find_out(script, args, probe, discrete):
-    """Train on the probe's environment, and return what the learner has found out."""
+def find(script, args, probe, discrete):
+    """Train on the probe's environment, and return what the learner has found."""
     learners = []
 
     def start(run):
         learners.append(run.learner)
-        run.save = lambda: None  # exporting a policy takes longer than the run
+        run.save = lambda: None  # takes longer than such a run
         run.bar.leave = False
 
     if getattr(args, "compile", False):
@@ -198,7 +200,7 @@ def find_out(script, args, probe, discrete):
 
 
 def line(probe, found):
-    """Whether a probe has succeeded, and what is printed about it."""
+    """Whether the answers are right, and what is printed about them."""
     good = np.allclose(found, probe.expected, rtol=0, atol=TOLERANCE[probe.asks])
     expected, found = (" ".join(f"{x:5.2f}" for x in numbers) for numbers in (probe.expected, found))
     verdict = "ok" if good else f"failed: {probe.failure}"
@@ -206,9 +208,9 @@ def line(probe, found):
 
 
 def main(path, script, words):
-    """Probe the script at `path`, a module, with its flags in `words`."""
+    """Probe a script, the module loaded from `path`, with the flags `words`."""
     if hasattr(script, "make_games"):
-        refuse(f"probe {path}: it plays Atari games, and the answers are known for vectors only; probe such a script")
+        refuse(f"probe {path}: it plays Atari games, which have no known answers; give a script for vectors")
     discrete = hasattr(script, "require_discrete_actions")
     flags = {field.name for field in dataclasses.fields(script.Args)}
     settings = SETTINGS | (ON_POLICY if "num_steps" in flags else OFF_POLICY)
@@ -218,7 +220,7 @@ def main(path, script, words):
     for probe in PROBES:
         with tempfile.TemporaryDirectory() as folder:
             args = dataclasses.replace(given, env_id=probe.env_id(discrete), gamma=GAMMA, run_dir=folder)
-            good, said = line(probe, find_out(script, args, probe, discrete))
+            good, said = line(probe, find(script, args, probe, discrete))
         print(said, flush=True)
         failed |= not good
     sys.exit(int(failed))

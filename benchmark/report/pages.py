@@ -151,7 +151,10 @@ def caption(results):
     text += f"; {editions.dates(results)}." if editions.dates(results) else "."
     quick = [name for name, kind in kinds.items() if kind == "quick"]
     if quick:
-        text += f" One seed and fewer steps (--quick): {'all' if len(quick) == len(kinds) else '; '.join(quick)}."
+        rows = "all rows" if len(quick) == len(kinds) else "; ".join(quick)
+        text += f" Fewer steps (`--quick`): {rows}."
+    if any(editions.changed(result) != [] for result in figures.done(results)):
+        text += f" {editions.EARLIER.capitalize()}: measured before the script last changed."
     return text if machine["gpu"] else f"{text} Without a CUDA device modes with CUDA graphs are {NOT_MEASURED}."
 
 
@@ -315,10 +318,12 @@ def headline(results):
         minutes = min(run["summary"]["wall_seconds"] / 60 for run in runs)
         threads = runs[0]["config"]["threads"]
         cores = {0: "all cores", 1: "one core"}.get(threads, f"{threads} cores")
+        mean = statistics.mean(ends)
         sentences.append(
-            f"PPO makes the million steps of HalfCheetah-v5 in {minutes:.1f} minutes on {cores} of a "
-            f"{describe(runs[0]['machine'])} machine, and reaches a return of {statistics.mean(ends):.0f} "
-            f"(mean of {len(runs)} seeds; CleanRL's table has {published.cleanrl(*HEADLINE)})."
+            f"PPO takes {minutes:.1f} minutes for the million steps of HalfCheetah-v5 on {cores} of a machine "
+            f"({describe(runs[0]['machine'])}; {runs[0]['mode']}, fastest seed), and reaches a return of {mean:.0f} "
+            f"(mean of {len(runs)} seeds). CleanRL's table has {published.cleanrl(*HEADLINE)}, on v4 and without "
+            "bootstrapping truncated episodes."
         )
     return " ".join(sentences) or f"Learning at the published budgets: {NOT_MEASURED}."
 

@@ -154,7 +154,7 @@ def test_quick_rounds_count_where_an_algorithm_has_no_full_ones(results):
     quick, mixed = pages.speed_tables(pages.load(pages.ROOT / "results"))
     speeds = [[row[2] for row in table.rows if row[1] == "plain"] for table in (quick, mixed)]
     assert speeds == [["50"], ["70", "100"]]
-    assert "(--quick): all." in quick.caption and "(--quick): TD3, HalfCheetah-v5." in mixed.caption
+    assert "(`--quick`): all rows." in quick.caption and "(`--quick`): TD3, HalfCheetah-v5." in mixed.caption
 
 
 def test_rows_of_an_earlier_edition_are_marked_and_named(results, monkeypatch, capsys):
