@@ -63,10 +63,12 @@ def about(results):
     """Where and when `results` of several algorithms were measured, with which seeds, and which are not of today."""
     words = [where(results[0]["machine"])]
     seeds = sorted({seed for result in results for seed in result.get("seeds", ())})
-    words += [f"seeds {', '.join(map(str, seeds))}"] * bool(seeds)
+    words += [f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"] * bool(seeds)
     words += [dates(results)] * bool(dates(results))
     stale = [ALGORITHMS[result["algo"]].title for result in results if changed(result) != []]
-    words += [f"{EARLIER}: {'; '.join(stale)}"] * bool(stale)
+    if stale:
+        names = f": {', '.join(stale)}" if len(stale) < len(results) else " of the scripts"
+        words.append(f"{EARLIER}{names}")
     return "; ".join(words)
 
 

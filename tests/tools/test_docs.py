@@ -90,6 +90,21 @@ def operations(function, *inputs):
     return sum(counts)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend, code", [("aot_eager", 0), ("inductor", 1)])
+def test_a_faulty_backend_is_found(backend, code):
+    program = ROOT / "doc" / "examples" / "compile" / "fault.py"
+    assert subprocess.run([sys.executable, program, backend], stdout=subprocess.DEVNULL).returncode == code
+
+
+@pytest.mark.thorough
+def test_recurrent_py_prints_its_table():
+    program = ROOT / "doc" / "examples" / "compile" / "recurrent.py"
+    command = [sys.executable, program, "1", "--forms", "outside"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line.split("|")[2].strip() for line in lines if line.startswith("| 1 |")] == ["eager", "loop outside"]
+
+
 def test_a_loop_over_time_is_unrolled_into_the_graph():
     """doc/torch_compile.md has the counts: 7, 49 and 193 operations for 1, 8 and 32 steps."""
     cell = torch.nn.GRUCell(4, 4)
