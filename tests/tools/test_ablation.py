@@ -118,7 +118,7 @@ def write(path, data):
 
 def test_table_of_tricks(tmp_path):
     speeds = {"untouched": [100, 120, 110], "numpy_acting": [50, 40, 100], "one_crossing": [100, 100, 100]}
-    mode = {"env_id": "Env-v0", "machine": MACHINE, "steps_per_second": speeds}
+    mode = {"env_id": "Env-v0", "machine": MACHINE, "steps_per_second": speeds, "editions": {}}
     write(tmp_path / "results" / "a-machine" / "ablation" / "dqn.json", {"modes": {"eager": mode}})
     lines = ablation.text("dqn", tmp_path / "results").splitlines()
     assert any("2.00 (1.10 to 3.00)" in line for line in lines)
@@ -132,6 +132,7 @@ def test_table_and_plot_of_scaling(tmp_path):
     point |= {"environment_steps_per_second": 5000.0, "matmul_seconds": 0.0005, "matmul_flops": 1e7}
     modes = {"compile": True, "cudagraphs": False}
     data = {"algo": "dqn", "modes": modes, "machine": MACHINE, "num_envs": {"1": point}, "batch": {"64": point}}
+    data["editions"] = {}
     path = tmp_path / "results" / "a-machine" / "scaling" / "dqn.json"
     write(path, data)
     table = scaling.table(tmp_path / "results")
