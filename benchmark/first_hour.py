@@ -44,7 +44,7 @@ STEPS = {  # the words behind `python`, and those that make a trial of it
     "threads": (f'{FASTEST} --algos {OFF_POLICY} {ATARI} --flags="--threads 1" --out {{runs}}/threads', ""),
     "learning": (
         "-m benchmark.speed --learn --modes plain compile+cudagraphs --seeds 1 2 --total-timesteps 100000 "
-        f"--algos {OFF_POLICY} --out {{runs}}/learning",
+        f"--algos {OFF_POLICY} --env-ids HalfCheetah-v5 --out {{runs}}/learning",
         "",
     ),
 }
