@@ -151,29 +151,27 @@ class Job:
         folder = self.folder(mode)
         result = {"algo": self.algo, "env_id": self.env_id, "mode": mode, "seed": self.seed}
         result["command"] = shown(self.command(mode))
-        summaries = sorted(folder.glob("*/summary.json"), key=steps_of)
-        if status or not summaries:
+        summary = self.summary(mode)
+        if status or not summary:
             return result | {"failed": str(folder / "log.txt"), "exit_code": status}
-        path = summaries[-1]
-        result |= editions.today(*path.parent.glob("*.py"))  # the run's copy of the script; peers have none
-        result["summary"] = json.loads(path.read_text())
-        if len(summaries) > 1:  # of a run that was resumed
-            seconds = [json.loads(part.read_text())["wall_seconds"] for part in summaries]
-            result["summary"]["wall_seconds"] = sum(seconds)
+        result |= editions.today(*summary.parent.glob("*.py"))  # the run's copy of the script; peers have none
+        result["summary"] = json.loads(summary.read_text())
         result["summary"].pop("slice_speeds", None)
-        config = path.with_name("config.json")
+        config = summary.with_name("config.json")
         if config.exists():  # peers have none
             result["config"] = json.loads(config.read_text())
             del result["config"]["run_dir"]
         if self.args.monitor:
             result["monitor"] = json.loads((folder / "monitor.json").read_text())
-        if self.learn:
-            result["curve"] = curve([part.parent for part in summaries])
         return result
+
+    def summary(self, mode):
+        """What the run has written at its end, or None."""
+        return next(self.folder(mode).glob("*/summary.json"), None)
 
 
 class LearningRun(Job):
-    """A run of one mode, the script by itself."""
+    """A run of one mode, the script by itself. One that was interrupted and resumed has parts."""
 
     learn = True
 
@@ -186,9 +184,9 @@ class LearningRun(Job):
         (self.mode,) = self.modes
         self.monitor = Monitor(self.args.monitor)
         script, *flags = self.command(self.mode)
-        parts = sorted(self.folder(self.mode).glob("*/summary.json"), key=steps_of)
-        if parts and steps_of(parts[-1]) < self.args.total_timesteps:
-            flags.append(f"--resume={parts[-1].parent}")
+        summary = self.summary(self.mode)
+        if summary and steps_of(summary) < self.args.total_timesteps:
+            flags.append(f"--resume={summary.parent}")
         else:
             self.clear()
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
@@ -212,6 +210,23 @@ class LearningRun(Job):
         rounds.end(self.process)
         self.watching.close()
         self.monitor.save(self.mode, self.folder(self.mode))
+
+    def parts(self, mode):
+        """The summaries of a run and of those it resumed, in order."""
+        return sorted(self.folder(mode).glob("*/summary.json"), key=steps_of)
+
+    def summary(self, mode):
+        parts = self.parts(mode)
+        return parts[-1] if parts else None
+
+    def result(self, mode, status):
+        result = super().result(mode, status)
+        if "failed" not in result:
+            parts = self.parts(mode)
+            seconds = [json.loads(part.read_text())["wall_seconds"] for part in parts]
+            result["summary"]["wall_seconds"] = sum(seconds)
+            result["curve"] = curve([part.parent for part in parts])
+        return result
 
 
 def plain_name(env_id):
