@@ -8,6 +8,7 @@ from datetime import date
 from benchmark import ROOT
 from benchmark.algorithms import ALGORITHMS
 from benchmark.report.machine import where
+from benchmark.report.tables import Table
 
 FOLDERS = ("leanrl", "benchmark/studies/tips")
 EARLIER = "earlier edition"
@@ -63,13 +64,25 @@ def about(results):
     """Where and when `results` of several algorithms were measured, with which seeds, and which are not of today."""
     words = [where(results[0]["machine"])]
     seeds = sorted({seed for result in results for seed in result.get("seeds", ())})
-    words += [f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"] * bool(seeds)
-    words += [dates(results)] * bool(dates(results))
+    if seeds:
+        words.append(f"{'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}")
+    if dates(results):
+        words.append(dates(results))
     stale = [ALGORITHMS[result["algo"]].title for result in results if changed(result) != []]
     if stale:
         names = f": {', '.join(stale)}" if len(stale) < len(results) else " of the scripts"
         words.append(f"{EARLIER}{names}")
     return "; ".join(words)
+
+
+def tables(measured, header, rows, nothing, words=""):
+    """Markdown tables: for each machine's results in `measured` one that has `rows` of each, with `words` before what
+    they are about; without any machine one that has the row `nothing`."""
+    parts = []
+    for results in measured:
+        lines = [row for result in results for row in rows(result)]
+        parts.append(Table(f"{words}{about(results)}:", header, lines).markdown())
+    return "\n\n".join(parts) or Table("", header, [nothing]).markdown()
 
 
 def dates(results):

@@ -97,9 +97,12 @@ def in_order(inputs, resets):
     return not moves or np.mean(moves) > 0.5
 
 
-def difference(new, old):
-    """A picture, (height, width, 3), of two frames: white where they are equal, red where `new` is brighter."""
-    change = (new.astype(np.float32) - old) / max(float(np.abs(new).max()), float(np.abs(old).max()), 1e-9)
+def difference(new, old, largest):
+    """A picture, (height, width, 3), of two frames: white where they are equal, red where `new` is brighter.
+
+    A change of `largest` has the full color.
+    """
+    change = (new.astype(np.float32) - old) / largest
     brighter, darker = change.clip(0, 1), (-change).clip(0, 1)
     return 1 - np.stack((darker, brighter + darker, brighter), -1).clip(0, 1)
 
@@ -115,6 +118,7 @@ def draw(inputs, resets, path):
     figure = Figure(figsize=(FRAME_INCHES * (columns + 2), FRAME_INCHES * (rows + 1)), layout="constrained")
     all_axes = figure.subplots(rows, columns + 1, squeeze=False)
     low, high = inputs.min(), inputs.max()
+    largest = max(abs(low), abs(high), 1e-9)
     for row in range(rows):
         for column in range(columns):
             axes = all_axes[row, column]
@@ -123,7 +127,7 @@ def draw(inputs, resets, path):
         all_axes[row, 0].set_ylabel(f"step {row}\n(reset)" if resets[row] else f"step {row}")
         all_axes[row, columns].set(xticks=[], yticks=[])
         if row:
-            change = difference(inputs[row, columns - 2], inputs[row - 1, columns - 1])
+            change = difference(inputs[row, columns - 2], inputs[row - 1, columns - 1], largest)
             all_axes[row, columns].imshow(change, interpolation="nearest")
         else:
             all_axes[row, columns].set_axis_off()

@@ -36,8 +36,13 @@ def library():
     return path
 
 
+def is_for_this_machine():
+    """Whether torch has MKL here."""
+    return platform.system() == "Linux" and platform.machine() == "x86_64"
+
+
 def main():
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
+    if not is_for_this_machine():
         print(f"error: {platform.system()} on {platform.machine()}: torch has MKL on x86 Linux only", file=sys.stderr)
         raise SystemExit(2)
     try:

@@ -15,6 +15,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from benchmark.arguments import parse
+from instruments.frames import difference
 from leanrl import ppo_atari_envpool as script
 
 CHANGE = "newest - oldest\nred brighter, blue darker"
@@ -69,9 +70,7 @@ def play(envs):
 
 def change(obs):
     """A picture, (84, 84, 3), of what changes from the oldest to the newest frame of `obs`, (4, 84, 84)."""
-    difference = obs[3].astype(int) - obs[0]
-    brighter, darker = difference.clip(min=0), -difference.clip(max=0)
-    return (255 - np.stack((darker, brighter + darker, brighter), -1)).astype(np.uint8)
+    return np.rint(255 * difference(obs[3], obs[0], 255)).astype(np.uint8)
 
 
 def sheet(observations):

@@ -139,9 +139,8 @@ def table(data):
         rows.append([exp_name, ", ".join(own), ", ".join(map(str, lasts)), ends])
     if random:
         rows.append([f"random policy, {len(random)} games", "", "", mean_and_error(random)])
-    return Table(
-        "", (editions.marked(env_id, [measured(data)]), "seeds", "steps", f"{name} in the last tenth of them"), rows
-    )
+    header = (editions.marked(env_id, [measured(data)]), "seeds", "steps", f"{name} in the last tenth of them")
+    return Table("", header, rows)
 
 
 def draw(

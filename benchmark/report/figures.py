@@ -156,6 +156,16 @@ def done(results):
     return [result for result in results if "summary" in result]
 
 
+def has_curve(runs):
+    """Whether any of `runs` has ended an episode."""
+    return any(run.get("curve") for run in runs)
+
+
+def picture_name(kind, slug, algo, env_id):
+    """The name of a picture of one algorithm on one machine."""
+    return f"{kind}_{slug}_{algo}_{env_id}".replace("/", "-")
+
+
 def draw(groups):
     """Pictures by name. `groups` has results as {kind: {machine: {(algo, env_id): {mode: [results]}}}}."""
     drawn = {}
@@ -165,15 +175,16 @@ def draw(groups):
         for kind, by_machine in groups.items():
             for slug, own in by_machine.items():
                 for (algo, env_id), modes in own.items():
-                    name = f"{slug}_{algo}_{env_id}".replace("/", "-")
                     title = named(algo, env_id)
-                    if kind == "learning" and any(run.get("curve") for runs in modes.values() for run in runs):
+                    if kind == "learning" and any(has_curve(runs) for runs in modes.values()):
                         curves = save(learning_curves(title, modes, cleanrl(algo, env_id)))
-                        drawn[f"learning_{name}"] = Picture("learning", f"{title}: return over steps and time", curves)
+                        caption = f"{title}: return over steps and time"
+                        drawn[picture_name(kind, slug, algo, env_id)] = Picture(kind, caption, curves)
                     tables = {mode: done(runs)[0].get("monitor") for mode, runs in modes.items() if done(runs)}
                     tables = {mode: table for mode, table in tables.items() if table and table["rows"]}
                     if tables:
                         load = save(load_curves(f"{title}, {kind}", tables))
-                        drawn[f"load_{kind}_{name}"] = Picture("load", f"{title}: load of the machine", load)
+                        caption = f"{title}: load of the machine"
+                        drawn[picture_name(f"load_{kind}", slug, algo, env_id)] = Picture("load", caption, load)
         plt.close("all")
     return drawn

@@ -172,6 +172,17 @@ def learning_tables(results):
     return tables or [Table("", LEARNING, [["all", "all", NOT_MEASURED, "", "", "", ""]])]
 
 
+def end_of(run):
+    """The mean return of a learning run over the last tenth of its steps."""
+    steps, _, returns = zip(*run["curve"], strict=True)
+    return curves.last_tenth(steps, returns)
+
+
+def fastest_minutes(runs):
+    """How long the fastest of `runs` took: the others shared the machine with more."""
+    return min(run["summary"]["wall_seconds"] / 60 for run in runs)
+
+
 def learning_row(algo, env_id, mode, runs):
     """A row of the learning table: `runs` are those of a mode."""
     name = named(algo, env_id)
@@ -179,23 +190,19 @@ def learning_row(algo, env_id, mode, runs):
     said = [f"seed {run['seed']} failed: {run['failed']}" for run in runs if "failed" in run]
     if not done:
         return [name, mode, "; ".join(said) or "no episode has ended", "", "", "", ""]
-    ends = []
-    for run in done:
-        steps, _, returns = zip(*run["curve"], strict=True)
-        ends.append(curves.last_tenth(steps, returns))
+    ends = [end_of(run) for run in done]
     middle = f"{statistics.mean(ends):.1f}"
     if len(ends) > 1:
         middle += f" ± {statistics.stdev(ends):.1f}"
     each = [f"{run['seed']}: {end:.1f}" for run, end in zip(done, ends, strict=True)]
     steps = min(run["summary"]["global_step"] for run in done)
-    minutes = min(run["summary"]["wall_seconds"] / 60 for run in done)  # the others shared the machine with more
     return [
         name,
         editions.marked(mode, runs),
         middle,
         "; ".join([*each, *said]),
         f"{steps}",
-        f"{minutes:.1f}",
+        f"{fastest_minutes(done):.1f}",
         published.cleanrl(algo, env_id),
     ]
 
@@ -302,23 +309,22 @@ def learning_pictures(results):
     """Names and captions of the learning curves that there are."""
     for slug, own in results["learning"].items():
         for (algo, env_id), modes in grouped(own).items():
-            if any(run.get("curve") for runs in modes.values() for run in runs):
-                yield f"learning_{slug}_{algo}_{env_id}".replace("/", "-"), named(algo, env_id)
+            if any(figures.has_curve(runs) for runs in modes.values()):
+                yield figures.picture_name("learning", slug, algo, env_id), named(algo, env_id)
 
 
 def headline(results):
     """How fast the fastest mode learns to run as a cheetah, in a sentence for each machine."""
     sentences = []
     for own in results["learning"].values():
-        runs = [run for run in own if (run["algo"], run["env_id"]) == HEADLINE and run.get("curve")]
-        runs = [run for run in runs if run["mode"] != "plain"]
-        if not runs:
+        modes = grouped(run for run in own if run.get("curve")).get(HEADLINE)
+        if not modes:
             continue
-        ends = [curves.last_tenth(*list(zip(*run["curve"], strict=True))[::2]) for run in runs]
-        minutes = min(run["summary"]["wall_seconds"] / 60 for run in runs)
+        runs = min(modes.values(), key=fastest_minutes)
+        minutes = fastest_minutes(runs)
         threads = runs[0]["config"]["threads"]
         cores = {0: "all cores", 1: "one core"}.get(threads, f"{threads} cores")
-        mean = statistics.mean(ends)
+        mean = statistics.mean(end_of(run) for run in runs)
         sentences.append(
             f"PPO takes {minutes:.1f} minutes for the million steps of HalfCheetah-v5 on {cores} of a machine "
             f"({describe(runs[0]['machine'])}; {runs[0]['mode']}, fastest seed), and reaches a return of {mean:.0f} "

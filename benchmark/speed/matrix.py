@@ -39,6 +39,7 @@ from benchmark.report.machine import machine, slug
 from benchmark.results import RESULTS, store
 from benchmark.speed import rounds
 from benchmark.speed.monitor import Monitor
+from tools import mkl_on_amd
 
 try:
     from benchmark.report import pages
@@ -368,6 +369,8 @@ def missing(mode):
         return "a CUDA device"
     if mode in rounds.MKL_MODES and torch.cuda.is_available():
         return "a run on the CPU"
+    if mode in rounds.MKL_MODES and not mkl_on_amd.is_for_this_machine():
+        return "Linux on x86"
     mode = mode.removesuffix(rounds.MKL)
     if mode in rounds.PEERS and not find_spec(rounds.PEER_MODULES[mode]):
         return "requirements/peers.txt"

@@ -14,7 +14,7 @@ from benchmark import editions
 from benchmark.algorithms import ALGORITHMS, named
 from benchmark.arguments import check, parse
 from benchmark.report.machine import machine
-from benchmark.report.tables import Table, spread
+from benchmark.report.tables import spread
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import INTERLEAVED, RunArgs, run_programs
 
@@ -64,11 +64,8 @@ def rows(data):
 
 def table(results):
     """A Markdown table for each machine that has been measured."""
-    parts = []
-    for measured in stored(results, "modes", ALGORITHMS):
-        lines = [row for data in measured for row in rows(data)]
-        parts.append(Table(f"{editions.about(measured)}:", HEADER, lines).markdown())
-    return "\n\n".join(parts) or Table("", HEADER, [["all", "all", "not measured", "", ""]]).markdown()
+    nothing = ["all", "all", "not measured", "", ""]
+    return editions.tables(stored(results, "modes", ALGORITHMS), HEADER, rows, nothing)
 
 
 def main(args):

@@ -17,7 +17,6 @@ from benchmark import editions
 from benchmark.algorithms import FULL_SOON, named
 from benchmark.arguments import check, parse
 from benchmark.report.machine import machine
-from benchmark.report.tables import Table
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import TURBO_FLAGS, RunArgs, possible, run_programs
 
@@ -88,13 +87,9 @@ def rows(data):
 
 def table(results):
     """A Markdown table for each machine that has been measured."""
-    parts = []
-    for measured in stored(results, "overhead", TASKS):
-        lines = [row for data in measured for row in rows(data)]
-        text = f"Speed with an instrument over speed without, and its 95% interval, {editions.about(measured)}:"
-        parts.append(Table(text, HEADER, lines).markdown())
-    nothing = [["all", "all", *["not measured"] * len(MODES)]]
-    return "\n\n".join(parts) or Table("", HEADER, nothing).markdown()
+    nothing = ["all", "all", *["not measured"] * len(MODES)]
+    about = "Speed with an instrument over speed without, and its 95% interval, "
+    return editions.tables(stored(results, "overhead", TASKS), HEADER, rows, nothing, about)
 
 
 def main(args):

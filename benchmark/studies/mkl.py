@@ -9,13 +9,14 @@ Each run is a process of its own, one with the library preloaded and one without
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from unittest.mock import patch
 
 from benchmark import editions
 from benchmark.algorithms import ALGORITHMS
 from benchmark.arguments import check, parse, refuse
 from benchmark.report.machine import machine
-from benchmark.report.tables import Table, spread
+from benchmark.report.tables import spread
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.studies.scaling import in_process
 from tools import mkl_on_amd
@@ -54,8 +55,7 @@ def measure(args, algo):
 
 def update_milliseconds(run):
     """The median of a run's updates."""
-    times = sorted(run["update_seconds"])
-    return 1e3 * times[len(times) // 2]
+    return 1e3 * median(run["update_seconds"])
 
 
 def rows(data):
@@ -73,12 +73,8 @@ def rows(data):
 
 def table(results):
     """A Markdown table for each machine that has been measured."""
-    parts = []
-    for measured in stored(results, "mkl", ALGOS):
-        lines = [row for data in measured for row in rows(data)]
-        parts.append(Table(f"{editions.about(measured)}:", HEADER, lines).markdown())
-    nothing = Table("", HEADER, [["all", "", "not measured", "", "", "", ""]]).markdown()
-    return "\n\n".join(parts) or nothing
+    nothing = ["all", "", "not measured", "", "", "", ""]
+    return editions.tables(stored(results, "mkl", ALGOS), HEADER, rows, nothing)
 
 
 def main(args):
