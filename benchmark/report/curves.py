@@ -28,6 +28,7 @@ from instruments.playing import make_env, play
 RETURN = "charts/episodic_return"
 KEY = ("exp_name", "env_id", "seed", "step")
 COLUMNS = (*KEY, "episodic_return")
+POINTS = 200  # of a learning curve
 LAST = 40  # episodes of a run that `collect` prints the mean of
 RANDOM = "random"  # exp_name of the rows of `measure_random`
 
@@ -115,6 +116,41 @@ def read(data):
     return runs, random, env_id, name.replace("_", " ")
 
 
+def learning_curve(folders):
+    """Episodic returns of a run, as [step, seconds of training, mean return] of at most POINTS equal parts.
+
+    A run that was interrupted has several folders, in this order. What a killed part has made after the checkpoint
+    that the next one resumed from does not count.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    episodes = []
+    before = 0.0
+    for folder in folders:
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+        scalars = events.Scalars(RETURN) if RETURN in events.Tags()["scalars"] else []
+        if scalars:
+            begin = events.FirstEventTimestamp()
+            episodes = [episode for episode in episodes if episode[0] < scalars[0].step]
+            episodes += [(scalar.step, before + scalar.wall_time - begin, scalar.value) for scalar in scalars]
+        summary = folder / "summary.json"
+        if summary.exists():
+            before += json.loads(summary.read_text())["wall_seconds"]
+        elif scalars:
+            before = episodes[-1][1]
+    if not episodes:
+        return []
+    width = max(episodes[-1][0] / POINTS, 1)
+    parts = defaultdict(list)
+    for episode in episodes:
+        parts[int((episode[0] - 1) / width)].append(episode)
+    rows = []
+    for part in parts.values():
+        step, seconds, _ = part[-1]
+        rows.append([step, round(seconds, 2), round(float(np.mean([value for _, _, value in part])), 3)])
+    return rows
+
+
 def measured(data):
     """The date and the editions of the scripts of a CSV file, as far as they are known."""
     about = data.with_suffix(".json")
@@ -124,6 +160,12 @@ def measured(data):
 def last_tenth(steps, values):
     """The mean of `values` over the last tenth of the steps."""
     return np.mean(np.array(values)[np.array(steps) > 0.9 * steps[-1]])
+
+
+def end_of(curve):
+    """The mean return of a learning curve over the last tenth of its steps."""
+    steps, _, returns = zip(*curve, strict=True)
+    return last_tenth(steps, returns)
 
 
 def table(data):

@@ -105,14 +105,15 @@ def speed_bars(groups):
     return figure
 
 
-def learning_curves(title, modes, published):
+def learning_curves(title, groups, published="", styles=STYLES):
     """Interquartile means over seeds and their intervals, against steps and against wall-clock minutes.
 
-    `published` is CleanRL's return, such as "1442.64 ± 46.03", or "".
+    `groups` are results by name, such as a mode's, with an entry in `styles` each. `published` is CleanRL's return,
+    such as "1442.64 ± 46.03", or "".
     """
     figure, both = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for axes, column, unit in zip(both, (0, 1), (1, 60), strict=True):
-        for mode, results in modes.items():
+        for name, results in groups.items():
             curves = [np.array(result["curve"]).T for result in results if result.get("curve")]
             if not curves:
                 continue
@@ -120,9 +121,9 @@ def learning_curves(title, modes, published):
             end = min(curve[column][-1] for curve in curves)
             grid = np.linspace(begin, end, POINTS)
             middle, low, high = middle_and_interval([np.interp(grid, curve[column], curve[2]) for curve in curves])
-            color, style, _ = STYLES[mode]
+            color, style, _ = styles[name]
             seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
-            axes.plot(grid / unit, middle, color=color, linestyle=style, label=f"{mode}, {seeds}")
+            axes.plot(grid / unit, middle, color=color, linestyle=style, label=f"{name}, {seeds}")
             axes.fill_between(grid / unit, low, high, color=color, alpha=0.15, linewidth=0)
         if published:
             level = float(published.split(" ")[0])

@@ -172,12 +172,6 @@ def learning_tables(results):
     return tables or [Table("", LEARNING, [["all", "all", NOT_MEASURED, "", "", "", ""]])]
 
 
-def end_of(run):
-    """The mean return of a learning run over the last tenth of its steps."""
-    steps, _, returns = zip(*run["curve"], strict=True)
-    return curves.last_tenth(steps, returns)
-
-
 def fastest_minutes(runs):
     """How long the fastest of `runs` took: the others shared the machine with more."""
     return min(run["summary"]["wall_seconds"] / 60 for run in runs)
@@ -190,7 +184,7 @@ def learning_row(algo, env_id, mode, runs):
     said = [f"seed {run['seed']} failed: {run['failed']}" for run in runs if "failed" in run]
     if not done:
         return [name, mode, "; ".join(said) or "no episode has ended", "", "", "", ""]
-    ends = [end_of(run) for run in done]
+    ends = [curves.end_of(run["curve"]) for run in done]
     middle = f"{statistics.mean(ends):.1f}"
     if len(ends) > 1:
         middle += f" ± {statistics.stdev(ends):.1f}"
@@ -324,7 +318,7 @@ def headline(results):
         minutes = fastest_minutes(runs)
         threads = runs[0]["config"]["threads"]
         cores = {0: "all cores", 1: "one core"}.get(threads, f"{threads} cores")
-        mean = statistics.mean(end_of(run) for run in runs)
+        mean = statistics.mean(curves.end_of(run["curve"]) for run in runs)
         sentences.append(
             f"PPO takes {minutes:.1f} minutes for the million steps of HalfCheetah-v5 on {cores} of a machine "
             f"({describe(runs[0]['machine'])}; {runs[0]['mode']}, fastest seed), and reaches a return of {mean:.0f} "

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import mean
 
 import torch
 from tqdm import tqdm
@@ -35,6 +34,7 @@ from tqdm import tqdm
 from benchmark import ROOT, editions
 from benchmark.algorithms import ALGORITHMS
 from benchmark.arguments import check, refuse, stop
+from benchmark.report.curves import learning_curve
 from benchmark.report.machine import machine, slug
 from benchmark.results import RESULTS, store
 from benchmark.speed import rounds
@@ -46,7 +46,6 @@ try:
 except ImportError as error:  # not after hours
     stop(f"python -m benchmark.speed: pip install -r requirements/test.txt ({error})")
 
-POINTS = 200  # of a learning curve
 SPANS = {"an hour": 1, "a night": 10}  # hours
 START_SECONDS = {True: 50, False: 10}  # of a mode with and without --compile, to tell how long a matrix takes
 
@@ -226,7 +225,7 @@ class LearningRun(Job):
             parts = self.parts(mode)
             seconds = [json.loads(part.read_text())["wall_seconds"] for part in parts]
             result["summary"]["wall_seconds"] = sum(seconds)
-            result["curve"] = curve([part.parent for part in parts])
+            result["curve"] = learning_curve([part.parent for part in parts])
         return result
 
 
@@ -243,35 +242,6 @@ def shown(command):
 def steps_of(summary):
     """How far the run of a summary.json came."""
     return json.loads(summary.read_text())["global_step"]
-
-
-def curve(folders):
-    """Episodic returns of a run, as [step, seconds of training, mean return] of at most POINTS equal parts.
-
-    A run that was resumed has several folders, whose seconds are added up.
-    """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    episodes = []
-    before = 0.0
-    for folder in folders:
-        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        if "charts/episodic_return" in events.Tags()["scalars"]:
-            begin = events.FirstEventTimestamp()
-            scalars = events.Scalars("charts/episodic_return")
-            episodes += [(scalar.step, before + scalar.wall_time - begin, scalar.value) for scalar in scalars]
-        before += json.loads((folder / "summary.json").read_text())["wall_seconds"]
-    if not episodes:
-        return []
-    width = max(episodes[-1][0] / POINTS, 1)
-    parts = {}
-    for episode in episodes:
-        parts.setdefault(int((episode[0] - 1) / width), []).append(episode)
-    rows = []
-    for part in parts.values():
-        step, seconds, _ = part[-1]
-        rows.append([step, round(seconds, 2), round(mean(value for _, _, value in part), 3)])
-    return rows
 
 
 def jobs(args):

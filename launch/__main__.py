@@ -1,0 +1,31 @@
+"""Many runs of a script, on this machine or on a Ray cluster.
+
+    python -m launch run SCRIPT --seeds 1 2 3 -- FLAGS     # seeds, environments and grids
+    python -m launch tune SCRIPT --space SPACE.toml        # search for hyper-parameters
+
+Each has --help. They need requirements/launch.txt.
+"""
+
+import importlib
+import sys
+
+from benchmark.arguments import stop
+
+COMMANDS = ("run", "tune")
+
+
+def main(words):
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__)
+        return
+    if words[0] not in COMMANDS:
+        stop(f"python -m launch {words[0]}: choose from {', '.join(COMMANDS)}")
+    try:
+        command = importlib.import_module(f"launch.{words[0]}")
+    except ImportError as error:
+        stop(f"python -m launch: pip install -r requirements/launch.txt ({error})")
+    command.main(words[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,88 @@
+"""What the runs are doing: a live table in a terminal, and a line for each run that has ended elsewhere."""
+
+import json
+import re
+import sys
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from launch.worker import LOG, STARTED, tail
+
+BAR = re.compile(  # the scripts' progress bar
+    r"(?P<step>\d+)/(?P<total>\d+) \[[^\]<]*<(?P<left>[^,\]]+), +(?P<speed>[\d.]+|\?)(?P<unit>step/s|s/step)"
+    r"(?:, return=(?P<return>[-\d.enaif]+))?"
+)
+COLUMNS = ("run", "state", "step", "return", "steps/s", "time left", "machine")
+MARGIN = 6  # lines of the terminal that are no runs
+
+
+def progress(log):
+    """What the last progress bar in a log says, as text by column; empty if there is none."""
+    bars = list(BAR.finditer(tail(log))) if log.exists() else []
+    if not bars:
+        return {}
+    found = bars[-1]
+    speed = found["speed"]
+    if found["unit"] == "s/step" and speed != "?":
+        speed = f"{1 / float(speed):.2f}" if float(speed) else "?"
+    columns = {"step": f"{found['step']}/{found['total']}", "return": found["return"] or ""}
+    return columns | {"steps/s": speed, "time left": found["left"]}
+
+
+class Board:
+    """The states of all runs, as a context. `session` is the cluster's, which tells today's runs from earlier ones."""
+
+    def __init__(self, session):
+        self.session = session
+        self.rows = {}  # order by name
+        self.outcomes = {}
+        self.console = Console(file=sys.stderr)
+        self.live = Live(self.table(), console=self.console, auto_refresh=False, transient=True)
+
+    def __enter__(self):
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *error):
+        self.live.stop()
+
+    def add(self, order):
+        self.rows[order.name] = order
+        self.outcomes.pop(order.name, None)
+
+    def end(self, order, outcome):
+        """Tell that a run is over."""
+        self.outcomes[order.name] = outcome
+        line = f": {outcome['line']}" if "line" in outcome else ""
+        if not self.console.is_terminal or line:
+            text = f"{outcome['status']}: {order.name}{line}"
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def refresh(self):
+        if self.console.is_terminal:
+            self.live.update(self.table(), refresh=True)
+
+    def state(self, order):
+        """A row of the table: all columns but the run's name."""
+        started = order.folder / STARTED
+        ours = json.loads(started.read_text()) if started.exists() else {}
+        begun = ours.get("session") == self.session
+        state = self.outcomes[order.name]["status"] if order.name in self.outcomes else "running" if begun else "queued"
+        row = {"state": state, "machine": ours.get("node", "")} if begun else {"state": state}
+        return row | (progress(order.folder / LOG) if state != "queued" else {})
+
+    def table(self):
+        table = Table(*COLUMNS, box=None)
+        rows = {name: self.state(order) for name, order in self.rows.items()}
+        order = ("failed", "running", "queued", "interrupted", "done")
+        names = sorted(rows, key=lambda name: order.index(rows[name]["state"]))
+        shown = names[: max(3, self.console.size.height - MARGIN)]
+        for name in shown:
+            table.add_row(name, *(rows[name].get(column, "") for column in COLUMNS[1:]))
+        states = [row["state"] for row in rows.values()]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in order if state in states)
+        table.caption = counts if len(shown) == len(names) else f"{counts}; {len(names) - len(shown)} not shown"
+        return table

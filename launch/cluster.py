@@ -1,0 +1,100 @@
+"""Runs on Ray: on this machine, or on a cluster that is there already."""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError, TaskCancelledError
+
+from benchmark.arguments import refuse
+from launch import worker
+from launch.orders import Order
+from tools import mkl_on_amd
+
+ATTEMPTS = 5  # at a run whose machine or process died
+LOOPBACK = "127.0.0.1"
+
+
+def connect(address):
+    """Connect to the Ray cluster at `address`, else at RAY_ADDRESS, else start one on this machine for this command."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    if not address:
+        ray.init(address="local", _node_ip_address=LOOPBACK, include_dashboard=False, **quiet)
+    else:
+        try:
+            require_answer(address)
+            ray.init(address=address, **quiet)
+        except (OSError, RayError, ValueError, RuntimeError) as error:
+            refuse("address", address, f"no Ray cluster answers there ({str(error).splitlines()[0]})")
+    ray.cloudpickle.register_pickle_by_value(worker)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; ray.init has set one of its own
+
+
+def require_answer(address):
+    """OSError if nothing listens at HOST:PORT, on which Ray itself would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
+class Cluster:
+    """The runs that are queued and running. All of them end when this program does."""
+
+    def __init__(self, address, cpus, gpus, mkl, out):
+        connect(address)
+        if gpus is None:
+            gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
+        for name, number in (("CPU", cpus), ("GPU", gpus)):
+            largest = max(node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"])
+            if not 0 <= number <= largest:
+                refuse(f"{name.lower()}s-per-run", number, f"give at most {largest:g}, what the largest machine has")
+        self.session = secrets.token_hex(4)
+        self.environment = {"OMP_NUM_THREADS": str(max(1, int(cpus)))}
+        if mkl:
+            self.environment["LD_PRELOAD"] = shutil.copy(mkl_on_amd.library(), out)  # where all machines see it
+        options = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": ATTEMPTS - 1, "scheduling_strategy": "SPREAD"}
+        self.train = ray.remote(**options)(worker.train)
+        self.tasks = {}
+
+    def submit(self, order: Order):
+        """Queue a run; one that is finished is over at once."""
+        order.place()
+        self.tasks[self.train.remote(order.message(self.session, self.environment))] = order
+
+    def finished(self, timeout=0.5):
+        """Orders that are over, each with its outcome (`worker.train`), after waiting for the first of them."""
+        ready, _ = ray.wait(list(self.tasks), timeout=timeout)
+        return [(self.tasks.pop(task), outcome(task)) for task in ready]
+
+    def stop(self):
+        """End all runs, with their checkpoints."""
+        for task in self.tasks:
+            ray.cancel(task)
+        for task in list(self.tasks):
+            outcome(task)
+        self.tasks.clear()
+
+
+def outcome(task):
+    try:
+        return ray.get(task)
+    except TaskCancelledError:
+        return {"status": "interrupted"}
+    except RayError as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return {"status": "failed", "line": f"after {ATTEMPTS} attempts: {lines[0]}"}
+
+
+def folder_of(out):
+    """The folder for all runs, which all machines see."""
+    out = Path(out).resolve()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse("out", out, f"give a folder that can be written ({error.strerror})")
+    return out

@@ -1,0 +1,157 @@
+"""Which runs a command asks for: a script, its flags, and every combination of environments, settings and seeds."""
+
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import io
+import itertools
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from benchmark.arguments import refuse, stop
+from instruments.__main__ import load_script
+from launch.worker import ORDER
+
+OURS = ("env_id", "seed", "run_dir", "resume")  # flags that are not to be given behind the dashes
+CHECKPOINTS = 20  # of a run, unless --checkpoint-interval says otherwise: a machine that dies costs a twentieth
+DEFAULTS = "defaults"  # the name of a setting that changes nothing
+
+
+@dataclass
+class Script:
+    """A script to run, and the flags that it has."""
+
+    path: Path
+
+    def __post_init__(self):
+        self.Args = load_script("launch", str(self.path)).Args
+        self.text = self.path.read_text()
+        self.fields = {field.name: field for field in dataclasses.fields(self.Args)}
+
+    def check(self, name, given):
+        """Refuse a flag that the script has not; `given` is what the user has written."""
+        if name.replace("-", "_") not in self.fields:
+            close = difflib.get_close_matches(name.replace("-", "_"), self.fields, n=1)
+            remedy = f"give {close[0].replace('_', '-')}" if close else f"see python {self.path} --help"
+            stop(f"{given}: {self.path.name} has no such flag; {remedy}")
+
+    def parse(self, flags):
+        """The script's arguments; one line and exit code 2 if it does not accept `flags`."""
+        message = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(message), contextlib.redirect_stdout(message):
+                return tyro.cli(self.Args, args=flags)
+        except SystemExit:
+            words = " ".join(flags)
+            stop(f"{self.path.name} does not accept {words}; see python {self.path} --help")
+
+
+@dataclass
+class Order:
+    """A run: of `script` with `flags`, in its own `folder`, until `until` or, without it, to its end."""
+
+    script: Script
+    env_id: str
+    setting: dict  # flags that tell this run from others of the same command
+    seed: int
+    flags: list[str]
+    total: int  # environment steps to the end of the run's schedules
+    folder: Path
+    until: int | None = None
+
+    @property
+    def steps(self):
+        return self.until or self.total
+
+    @property
+    def name(self):
+        return f"{self.env_id} {setting_name(self.setting)} seed {self.seed}"
+
+    def message(self, session, environment):
+        """What the worker is sent."""
+        return {
+            "folder": str(self.folder),
+            "script": self.script.path.name,
+            "text": self.script.text,
+            "flags": self.flags,
+            "steps": self.steps,
+            "until": self.until if self.until != self.total else None,
+            "session": session,
+            "environment": environment,
+            "path": [str(self.script.path.resolve().parent), os.getcwd()],
+        }
+
+    def place(self):
+        """Make the run's folder, or use the one of the same run; refuse another's."""
+        identity = {"flags": self.flags, "script": hashlib.sha256(self.script.text.encode()).hexdigest()[:12]}
+        path = self.folder / ORDER
+        if path.exists() and json.loads(path.read_text()) != identity:
+            remedy = "another edition of the script or other flags ran there; give another folder, or delete this one"
+            stop(f"{self.folder}: {remedy}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(identity))
+
+
+def setting_name(setting):
+    """What tables call a setting, a dictionary of flags."""
+    return " ".join(f"{name}={value}" for name, value in setting.items()) or DEFAULTS
+
+
+def folder_name(text):
+    return text.replace("/", "-").replace(" ", ",")
+
+
+def check_flags(script, flags):
+    """Refuse flags behind the dashes that the script has not, or that are given before them."""
+    for word in flags:
+        if not word.startswith("--"):
+            continue
+        name = word[2:].split("=")[0]
+        if name.replace("-", "_") in OURS:
+            remedies = {"seed": "--seeds", "env_id": "--env-ids", "run_dir": "--out"}
+            remedy = remedies.get(name.replace("-", "_"))
+            stop(f"{word}: give {remedy} before the two dashes" if remedy else f"{word}: leave it out; launch resumes")
+        plain = name.removeprefix("no-")
+        script.check(plain if plain.replace("-", "_") in script.fields else name, word)
+
+
+def order(script, env_id, setting, seed, flags, out, threads, until=None):
+    """One run. Its folder is out/<script>/<env_id>/<setting>/<seed>."""
+    words = [f"--{name}={value}" for name, value in setting.items()] + flags
+    given = {word[2:].split("=")[0] for word in words if word.startswith("--")}
+    args = script.parse(words)
+    env_id = env_id or args.env_id
+    if "threads" in script.fields and "threads" not in given:
+        words.append(f"--threads={threads}")
+    if "checkpoint-interval" not in given:
+        words.append(f"--checkpoint-interval={max(1, args.total_timesteps // CHECKPOINTS)}")
+    folder = out / script.path.stem / folder_name(env_id) / folder_name(setting_name(setting)) / str(seed)
+    words = [f"--env-id={env_id}", f"--seed={seed}", *words, f"--run-dir={folder}"]
+    return Order(script, env_id, setting, seed, words, args.total_timesteps, folder.resolve(), until)
+
+
+def settings_of(script, grid):
+    """Every combination of the values in `grid`, which has a flag's name and its values in each entry."""
+    for name, *values in grid:
+        script.check(name, f"--grid {name}")
+        if name.replace("-", "_") in OURS:
+            refuse("grid", name, "give --env-ids or --seeds")
+        if not values:
+            refuse("grid", name, "give its values behind it")
+    names = [name for name, *_ in grid]
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, *values in grid))]
+
+
+def orders(script, env_ids, grid, seeds, flags, out, threads):
+    """All runs, seed by seed, so that a first row of results is there soon."""
+    check_flags(script, flags)
+    settings = settings_of(script, grid)
+    for seed in seeds:
+        for env_id in env_ids or (None,):
+            for setting in settings:
+                yield order(script, env_id, setting, seed, flags, out, threads)

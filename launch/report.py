@@ -1,0 +1,111 @@
+"""What finished runs came to: a table, learning curves, and one page with both."""
+
+import html
+import json
+import statistics
+from collections import defaultdict
+from itertools import cycle
+
+from matplotlib import pyplot as plt
+
+from benchmark.report import figures
+from benchmark.report.curves import end_of, learning_curve
+from benchmark.report.tables import Table
+from launch.orders import setting_name
+from launch.worker import summaries
+
+HEADER = ("environment", "setting", "return", "of each seed", "steps", "steps/s", "minutes")
+LINES = ("-", "--", "-.", ":")
+PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+body {{ font-family: sans-serif; line-height: 1.45; max-width: 70em; margin: 2em auto; padding: 0 1em; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; }}
+th, td {{ padding: 0.2em 0.6em; text-align: left; border-bottom: 1px solid #bbb; }}
+svg {{ max-width: 100%; height: auto; }}
+pre {{ white-space: pre-wrap; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<pre>{command}</pre>
+<p>Returns are means over the last tenth of a run's steps, with the standard deviation over seeds. Lines are
+interquartile means over seeds, bands are 95% bootstrap intervals. Minutes are those of training, added up over
+attempts.</p>
+{body}
+</body>
+</html>
+"""
+
+
+def result(order):
+    """A run's curve, and the summaries of its attempts put together; None if it has no summary."""
+    attempts = summaries(order.folder)
+    if not attempts:
+        return None
+    folders = {path.parent for path in order.folder.glob("*/events.*")}
+    curve = learning_curve(sorted(folders, key=lambda folder: folder.name.rsplit("__", 1)[-1]))
+    seconds = sum(attempt["wall_seconds"] for attempt in attempts)
+    return {"seed": order.seed, "curve": curve, "wall_seconds": seconds} | {
+        name: attempts[-1][name] for name in ("global_step", "steady_sps", "episodic_return")
+    }
+
+
+def grouped(orders):
+    """Results of the runs that have some, as {env_id: {setting: [result of each seed]}}."""
+    groups = defaultdict(lambda: defaultdict(list))
+    for order in orders:
+        own = result(order)
+        if own:
+            groups[order.env_id][setting_name(order.setting)].append(own)
+    return groups
+
+
+def table(groups):
+    rows = []
+    for env_id, settings in groups.items():
+        for setting, results in settings.items():
+            ends = {own["seed"]: end_of(own["curve"]) for own in results if own["curve"]}
+            middle = f"{statistics.mean(ends.values()):.1f}" if ends else "no episode has ended"
+            if len(ends) > 1:
+                middle += f" ± {statistics.stdev(ends.values()):.1f}"
+            speeds = [own["steady_sps"] for own in results if own["steady_sps"]]
+            rows.append(
+                [
+                    env_id,
+                    setting,
+                    middle,
+                    ", ".join(f"{seed}: {end:.1f}" for seed, end in ends.items()),
+                    f"{min(own['global_step'] for own in results)}",
+                    f"{statistics.median(speeds):.0f}" if speeds else "",
+                    f"{statistics.mean(own['wall_seconds'] for own in results) / 60:.1f}",
+                ]
+            )
+    return Table("", HEADER, rows)
+
+
+def write(orders, out, title, command, extra=""):
+    """Write results.md, results.html, results.json and a picture of each environment's curves to `out`; the table."""
+    groups = grouped(orders)
+    shown = table(groups)
+    parts = [f'<div class="wide">{shown.html()}</div>', extra]
+    with plt.rc_context(figures.SETTINGS):
+        for env_id, settings in groups.items():
+            colors = cycle(color for color, _, _ in list(figures.STYLES.values())[1:7])
+            lines = (line for line in LINES for _ in range(6))
+            styles = {name: (color, line, "") for name, color, line in zip(settings, colors, cycle(lines))}
+            picture = figures.save(figures.learning_curves(f"{title}, {env_id}", settings, styles=styles))
+            (out / f"curves_{env_id.replace('/', '-')}.svg").write_bytes(picture)
+            parts.append(picture.decode()[picture.decode().index("<svg") :])
+        plt.close("all")
+    (out / "results.md").write_text(f"{shown.markdown()}\n")
+    (out / "results.json").write_text(json.dumps(groups, indent=1))
+    page = PAGE.format(title=html.escape(title), command=html.escape(command), body="\n".join(parts))
+    (out / "results.html").write_text(page)
+    return shown.markdown()

@@ -1,0 +1,97 @@
+"""Run a script with every combination of environments, seeds and flags, on this machine or on a Ray cluster.
+
+    python -m launch run leanrl/td3_continuous_action_torchcompile.py --env-ids HalfCheetah-v5 Hopper-v5 \\
+        --seeds 1 2 3 --grid learning-rate 3e-4 1e-3 -- --compile --total-timesteps 200000
+
+What follows the two dashes goes to the script. The same command goes on where it was interrupted: finished runs are not
+run again, others resume from their last checkpoint. Results are in <out>/<script>: results.html, and a folder per run.
+"""
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from benchmark.arguments import refuse
+from launch import orders, report
+from launch.board import Board
+from launch.cluster import Cluster, folder_of
+
+
+@dataclass
+class Resources:
+    address: str | None = None
+    """Ray cluster, such as HOST:6379 (by default RAY_ADDRESS, else this machine alone)"""
+    cpus_per_run: float = 1.0
+    """CPU cores of each run, and its threads"""
+    gpus_per_run: float | None = None
+    """GPUs of each run; 0.25 puts four on one (by default 1 if there are any, else 0)"""
+    mkl_on_amd: bool = False
+    """run with tools/mkl_on_amd.py, which speeds up matmuls on AMD processors"""
+    out: Path = Path("runs/launch")
+    """folder for the runs, which all machines see"""
+
+    def cluster(self):
+        return Cluster(self.address, self.cpus_per_run, self.gpus_per_run, self.mkl_on_amd, folder_of(self.out))
+
+
+@dataclass
+class Args(Resources):
+    script: tyro.conf.Positional[Path] = tyro.MISSING
+    """script of leanrl/, or an edited copy of one"""
+    env_ids: tuple[str, ...] = ()
+    """environments (by default the script's)"""
+    seeds: tuple[int, ...] = (1,)
+    """seeds of each"""
+    grid: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
+    """a flag of the script and its values; several --grid are combined"""
+
+
+def main(words):
+    at = words.index("--") if "--" in words else len(words)
+    args = tyro.cli(Args, args=words[:at], prog="python -m launch run", description=__doc__)
+    if not args.seeds:
+        refuse("seeds", "", "give at least one")
+    script = orders.Script(args.script)
+    flags = words[at + 1 :]
+    todo = list(
+        orders.orders(script, args.env_ids, args.grid, args.seeds, flags, args.out, max(1, int(args.cpus_per_run)))
+    )
+    cluster = args.cluster()
+    outcomes = run_all(cluster, todo)
+    command = shlex.join(["python", "-m", "launch", "run", *words])
+    out = todo[0].folder.parents[2]
+    print(report.write(todo, out, args.script.stem, command))
+    print(f"\n{out / 'results.html'}")
+    failed = [name for name, own in outcomes.items() if own["status"] == "failed"]
+    if failed:
+        print(f"error: {len(failed)} of {len(todo)} runs failed; the same command tries them again", file=sys.stderr)
+        raise SystemExit(1)
+
+
+def run_all(cluster, todo):
+    """Make all runs, and show them; the outcome of each (`worker.train`), by the order's name."""
+    with Board(cluster.session) as board:
+        try:
+            for order in todo:
+                board.add(order)
+                cluster.submit(order)
+            while cluster.tasks:
+                for order, outcome in cluster.finished():
+                    board.end(order, outcome)
+                board.refresh()
+        except KeyboardInterrupt:
+            interrupted(cluster, board)
+    return board.outcomes
+
+
+def interrupted(cluster, board):
+    """End all runs and this program, with exit code 130."""
+    board.live.stop()
+    print("interrupted: waiting for the runs' checkpoints", file=sys.stderr)
+    cluster.stop()
+    print("the same command goes on from here", file=sys.stderr)
+    raise SystemExit(130)

@@ -1,0 +1,340 @@
+"""`python -m launch` on Ray: runs are made as by hand, once each, and survive crashes, interrupts and dead machines."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="pip install -r requirements/launch.txt")
+
+from launch import board, orders, run, worker
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = """
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+import tyro
+
+
+@dataclass
+class Args:
+    env_id: str = "Walk-v0"
+    seed: int = 1
+    total_timesteps: int = 20
+    learning_rate: float = 1.0
+    threads: int = 0
+    checkpoint_interval: int = 0
+    run_dir: str = "runs"
+    resume: str | None = None
+    seconds: float = 0.0
+    crash: bool = False
+
+
+class Run:
+    def __init__(self, args):
+        self.args, self.step, self.value, self.over = args, 0, args.seed, False
+        self.folder = Path(args.run_dir) / f"run__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+        self.folder.mkdir(parents=True)
+        signal.signal(signal.SIGTERM, self.stop)
+        if args.resume:
+            self.step, self.value = json.loads((Path(args.resume) / "checkpoint.pt").read_text())
+        (self.folder / "begun.json").write_text(str(self.step))
+
+    def stop(self, *_):
+        self.over = True
+
+    def unfinished(self):
+        interval = self.args.checkpoint_interval
+        if interval and self.step and self.step % interval == 0:
+            self.save()
+        return self.step < self.args.total_timesteps and not self.over
+
+    def save(self):
+        (self.folder / "tmp").write_text(json.dumps([self.step, self.value]))
+        os.replace(self.folder / "tmp", self.folder / "checkpoint.pt")
+
+
+def train(args, on_start=lambda run: None):
+    run = Run(args)
+    on_start(run)
+    while run.unfinished():
+        run.step += 1
+        run.value = (run.value * 7 + run.step * args.learning_rate) % 1000
+        bar = f"training: {run.step}/{args.total_timesteps} [00:01<00:02, 10.5step/s, return={run.value}]"
+        print(bar, end="\\r", file=sys.stderr, flush=True)
+        time.sleep(args.seconds)
+        if args.crash and run.step == 7 and args.seed == 2:
+            sys.exit("error: out of luck")
+    run.save()
+    summary = {"global_step": run.step, "episodic_return": run.value, "steady_sps": 10.0, "wall_seconds": 1.0}
+    (run.folder / "summary.json").write_text(json.dumps(asdict(args) | summary))
+    if run.over:
+        sys.exit(128 + signal.SIGTERM)
+
+
+def parse_args():
+    return tyro.cli(Args)
+
+
+if __name__ == "__main__":
+    train(parse_args())
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "walk.py"
+    path.write_text(STAND_IN)
+    return path
+
+
+def words_of(script, *words, seeds=(1, 2, 3), flags=()):
+    seeds = map(str, seeds)
+    own = ["run", str(script), "--out", str(script.parent / "runs"), "--seeds", *seeds, *words]
+    return [sys.executable, "-m", "launch", *own, "--", *flags]
+
+
+def launch(script, *words, **settings):
+    """The finished process of a `launch run`, with one core a run on two cores."""
+    return subprocess.run(words_of(script, *words, **settings), cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def values(folder):
+    """What the runs under a folder ended with, by their place in it; of resumed ones the last."""
+    found = {}
+    for path in sorted(folder.rglob("summary.json"), key=lambda path: json.loads(path.read_text())["global_step"]):
+        summary = json.loads(path.read_text())
+        found[str(path.parents[1].relative_to(folder))] = (summary["global_step"], summary["episodic_return"])
+    return found
+
+
+def by_hand(script, seed, *flags):
+    """What the script ends with when somebody starts it."""
+    folder = script.parent / f"by_hand_{seed}_{'_'.join(flags)}"
+    command = [sys.executable, str(script), f"--seed={seed}", f"--run-dir={folder}", *flags]
+    subprocess.run(command, check=True, capture_output=True)
+    ((_, value),) = values(folder.parent / folder.name).values()
+    return value
+
+
+def starts(folder):
+    """The steps at which the attempts of each run began."""
+    found = {}
+    for path in sorted(folder.rglob("begun.json")):
+        found.setdefault(str(path.parents[1].relative_to(folder)), []).append(int(path.read_text()))
+    return found
+
+
+def processes(folder):
+    """Processes of scripts that run in `folder`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if f"--run-dir={folder}" in command:
+            found.append(command)
+    return found
+
+
+def test_a_grid_is_run_as_by_hand_and_only_once(script):
+    done = launch(script, "--grid", "learning-rate", "1", "2", seeds=(1, 2))
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stderr.splitlines() if line.startswith("done")) == [
+        f"done: Walk-v0 learning-rate={rate} seed {seed}" for rate in (1, 2) for seed in (1, 2)
+    ]
+    folder = script.parent / "runs" / "walk"
+    found = values(folder)
+    for seed in (1, 2):
+        for rate in ("1", "2"):
+            expected = by_hand(script, seed, f"--learning-rate={rate}")
+            assert found[f"Walk-v0/learning-rate={rate}/{seed}"] == (20, expected)
+    assert "| Walk-v0 | learning-rate=1 |" in done.stdout and "20 | 10 |" in done.stdout
+    assert "<table>" in (folder / "results.html").read_text()
+    copies = sorted(folder.rglob("walk.py"))
+    assert len(copies) == 4 and copies[0].read_text() == STAND_IN
+
+    again = launch(script, "--grid", "learning-rate", "1", "2", seeds=(1, 2, 3))
+    assert again.returncode == 0 and set(map(len, starts(folder).values())) == {1}  # only the third seed is new
+    assert len(starts(folder)) == 6
+
+
+@pytest.mark.thorough
+def test_a_crash_ends_one_run_alone_and_is_tried_again(script):
+    crashed = launch(script, flags=("--crash",))
+    assert crashed.returncode == 1
+    assert "failed: Walk-v0 defaults seed 2: error: out of luck" in crashed.stderr.splitlines()
+    assert "error: 1 of 3 runs failed; the same command tries them again" in crashed.stderr.splitlines()
+    folder = script.parent / "runs" / "walk"
+    assert set(values(folder)) == {"Walk-v0/defaults/1", "Walk-v0/defaults/3"}
+    assert launch(script, flags=("--crash",)).returncode == 1
+    # Five is the last checkpoint before the crash: not even a crash starts over.
+    assert starts(folder)["Walk-v0/defaults/2"] == [0, 7 - 1] and len(starts(folder)["Walk-v0/defaults/1"]) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_runs_with_their_checkpoints_and_the_command_goes_on(script, kind):
+    flags = ("--seconds", "0.3", "--checkpoint-interval", "1000")
+    folder = script.parent / "runs" / "walk"
+    command = words_of(script, flags=flags)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.time() + 60
+    while not any(steps > 3 for steps in steps_now(folder)) and time.time() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, kind)  # as a terminal and a scheduler do: to all processes of the group
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "the same command goes on from here" in err.splitlines() and "Traceback" not in err
+    assert not processes(folder)
+    interrupted = values(folder)
+    assert interrupted and all(0 < step < 20 for step, _ in interrupted.values())
+    assert launch(script, flags=flags).returncode == 0
+    for seed in (1, 2, 3):
+        name = f"Walk-v0/defaults/{seed}"
+        assert values(folder)[name] == (20, by_hand(script, seed))
+        assert starts(folder)[name] == [0] + ([interrupted[name][0]] if name in interrupted else [])
+
+
+def steps_now(folder):
+    """The steps that the runs under `folder` have come to."""
+    shown = [board.progress(log).get("step", "0/20") for log in folder.rglob(worker.LOG)]
+    return [int(step.split("/")[0]) for step in shown]
+
+
+@pytest.fixture
+def cluster():
+    """Three machines with a core each, beside one that only runs the command."""
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    yield made
+    made.shutdown()
+
+
+@pytest.mark.thorough
+def test_a_machine_that_dies_costs_no_run_and_no_start_over(script, cluster):
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(3)]
+    seeds = range(1, 13)
+    flags = ("--seconds", "0.1", "--checkpoint-interval", "2")
+    command = words_of(script, "--address", cluster.address, seeds=seeds, flags=flags)
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    folder = script.parent / "runs" / "walk"
+    deadline = time.time() + 60
+    while len(list(folder.rglob("checkpoint.pt"))) < 3 and time.time() < deadline:
+        time.sleep(0.1)
+    cluster.remove_node(nodes[0], allow_graceful=False)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    begun = starts(folder)
+    resumed = {name: steps for name, steps in begun.items() if len(steps) > 1}
+    assert len(resumed) == 1 and all(steps[0] == 0 < steps[1] for steps in resumed.values()), begun
+    found = values(folder)
+    assert len(found) == 12
+    for seed in seeds:
+        assert found[f"Walk-v0/defaults/{seed}"] == (20, by_hand(script, seed))
+
+
+def test_a_run_ends_at_the_step_that_it_is_to_stop_at(script, tmp_path):
+    """And its schedules are those of the whole run; resumed, it equals one that was never interrupted."""
+    script = orders.Script(script)
+    for until in (8, None):
+        order = orders.order(script, None, {}, 5, [], tmp_path / "parts", 1, until)
+        order.place()
+        assert worker.train(order.message("", {})) == {"status": "done"}
+        assert worker.last_step(order.folder) == (until or 20)
+    assert starts(tmp_path / "parts" / "walk") == {"Walk-v0/defaults/5": [0, 8]}
+    assert values(tmp_path / "parts" / "walk")["Walk-v0/defaults/5"] == (20, by_hand(script.path, 5))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--grid", "learning_rat", "1"], "--grid learning_rat: walk.py has no such flag; give learning-rate"),
+        (["--grid", "learning-rate"], "--grid learning-rate: give its values behind it"),
+        (["--grid", "seed", "1"], "--grid seed: give --env-ids or --seeds"),
+        (["--grid", "learning-rate", "fast"], "walk.py does not accept --learning-rate=fast; see python .*--help"),
+        (["--", "--learning-rat", "1"], "--learning-rat: walk.py has no such flag; give learning-rate"),
+        (["--", "--seed", "1"], "--seed: give --seeds before the two dashes"),
+        (["--", "--resume", "x"], "--resume: leave it out; launch resumes"),
+        (["--seeds"], "--seeds : give at least one"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(script, words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run.main([str(script), "--out", str(script.parent / "runs"), *words])
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and re.fullmatch(f"error: {said}", err.strip()), err
+    assert not (script.parent / "runs").exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cpus-per-run", "9999"], r"--cpus-per-run 9999.0: give at most \d+, what the largest machine has"),
+        (["--gpus-per-run", "1"], r"--gpus-per-run 1.0: give at most 0, what the largest machine has"),
+        (["--address", "127.0.0.1:1"], r"--address 127.0.0.1:1: no Ray cluster answers there \(.*refused\)"),
+    ],
+)
+def test_what_the_cluster_has_not_is_refused(script, words, said):
+    done = launch(script, *words)
+    assert done.returncode == 2 and re.fullmatch(f"error: {said}", done.stderr.strip()), done.stderr
+    assert not (script.parent / "runs" / "walk").exists()
+
+
+def test_a_script_that_is_none_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run.main([str(tmp_path / "no.py")])
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "this is no Python file" in err
+
+
+@pytest.mark.thorough
+def test_another_edition_of_a_script_needs_another_folder(script):
+    assert launch(script, seeds=(1,)).returncode == 0
+    script.write_text(STAND_IN.replace("* 7", "* 9"))
+    done = launch(script, seeds=(1,))
+    folder = script.parent / "runs" / "walk" / "Walk-v0" / "defaults" / "1"
+    remedy = "another edition of the script or other flags ran there; give another folder, or delete this one"
+    assert done.returncode == 2 and done.stderr.strip() == f"error: {folder}: {remedy}"
+    assert len(values(folder.parent)) == 1
+
+
+def test_without_ray_one_line_says_what_to_install(script):
+    hide = "import sys; sys.modules['ray'] = None; sys.argv[0] = 'launch'\n"
+    hide += "from launch.__main__ import main; main(sys.argv[1:])"
+    words = words_of(script)
+    done = subprocess.run([words[0], "-c", hide, *words[3:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: python -m launch: pip install -r requirements/launch.txt (")
+
+
+def test_a_machine_without_the_folder_says_so(tmp_path):
+    outcome = worker.train({"folder": str(tmp_path / "elsewhere")})
+    assert outcome["status"] == "failed" and "on a file system that all machines share" in outcome["line"]
+
+
+def test_progress_is_what_the_last_bar_says(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text(
+        "training:   5%|x | 50/1000 [00:01<00:20, 45.0step/s]\r"
+        "training:  32%|x | 316/1000 [00:53<35:17, 2.00s/step, return=-6815.2]\rwarning: hot\n"
+    )
+    assert board.progress(log) == {"step": "316/1000", "return": "-6815.2", "steps/s": "0.50", "time left": "35:17"}
+    assert worker.last_line(log) == "warning: hot"
+    assert board.progress(tmp_path / "none") == {}
