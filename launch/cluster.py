@@ -5,6 +5,7 @@ import secrets
 import shutil
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import ray
@@ -49,10 +50,14 @@ class Cluster:
         connect(address)
         if gpus is None:
             gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
+        self.slots = sys.maxsize  # runs at a time
         for name, number in (("CPU", cpus), ("GPU", gpus)):
-            largest = max(node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"])
-            if not 0 <= number <= largest:
-                refuse(f"{name.lower()}s-per-run", number, f"give at most {largest:g}, what the largest machine has")
+            there = [node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"]]
+            if not 0 <= number <= max(there):
+                remedy = f"give at most {max(there):g}, what the largest machine has"
+                refuse(f"{name.lower()}s-per-run", number, remedy)
+            if number:
+                self.slots = min(self.slots, sum(int(amount / number) for amount in there))
         self.session = secrets.token_hex(4)
         self.environment = {"OMP_NUM_THREADS": str(max(1, int(cpus)))}
         if mkl:
@@ -62,8 +67,7 @@ class Cluster:
         self.tasks = {}
 
     def submit(self, order: Order):
-        """Queue a run; one that is finished is over at once."""
-        order.place()
+        """Queue a run."""
         self.tasks[self.train.remote(order.message(self.session, self.environment))] = order
 
     def finished(self, timeout=0.5):

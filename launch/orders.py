@@ -19,6 +19,7 @@ from launch.worker import ORDER
 
 OURS = ("env_id", "seed", "run_dir", "resume")  # flags that are not to be given behind the dashes
 CHECKPOINTS = 20  # of a run, unless --checkpoint-interval says otherwise: a machine that dies costs a twentieth
+SWITCH = {"True": True, "true": True, "False": False, "false": False}
 DEFAULTS = "defaults"  # the name of a setting that changes nothing
 
 
@@ -31,6 +32,7 @@ class Script:
     def __post_init__(self):
         self.Args = load_script("launch", str(self.path)).Args
         self.text = self.path.read_text()
+        self.parsed = {}
         self.fields = {field.name: field for field in dataclasses.fields(self.Args)}
 
     def check(self, name, given):
@@ -40,8 +42,20 @@ class Script:
             remedy = f"give {close[0].replace('_', '-')}" if close else f"see python {self.path} --help"
             stop(f"{given}: {self.path.name} has no such flag; {remedy}")
 
+    def flag(self, name, value):
+        """A flag with its value as a word of the command line; a switch takes True or False."""
+        if self.fields[name.replace("-", "_")].type is bool and value in SWITCH:
+            return f"--{name}" if SWITCH[value] else f"--no-{name}"
+        return f"--{name}={value}"
+
     def parse(self, flags):
         """The script's arguments; one line and exit code 2 if it does not accept `flags`."""
+        flags = tuple(flags)
+        if flags not in self.parsed:
+            self.parsed[flags] = self.parse_anew(flags)
+        return self.parsed[flags]
+
+    def parse_anew(self, flags):
         message = io.StringIO()
         try:
             with contextlib.redirect_stderr(message), contextlib.redirect_stdout(message):
@@ -57,7 +71,7 @@ class Order:
 
     script: Script
     env_id: str
-    setting: dict  # flags that tell this run from others of the same command
+    label: str  # what tells this run from others of its environment and seed
     seed: int
     flags: list[str]
     total: int  # environment steps to the end of the run's schedules
@@ -70,7 +84,7 @@ class Order:
 
     @property
     def name(self):
-        return f"{self.env_id} {setting_name(self.setting)} seed {self.seed}"
+        return f"{self.env_id} {self.label} seed {self.seed}"
 
     def message(self, session, environment):
         """What the worker is sent."""
@@ -99,11 +113,11 @@ class Order:
 
 def setting_name(setting):
     """What tables call a setting, a dictionary of flags."""
-    return " ".join(f"{name}={value}" for name, value in setting.items()) or DEFAULTS
+    return ", ".join(f"{name}={value}" for name, value in setting.items()) or DEFAULTS
 
 
 def folder_name(text):
-    return text.replace("/", "-").replace(" ", ",")
+    return text.replace("/", "-").replace(", ", ",")
 
 
 def check_flags(script, flags):
@@ -120,19 +134,20 @@ def check_flags(script, flags):
         script.check(plain if plain.replace("-", "_") in script.fields else name, word)
 
 
-def order(script, env_id, setting, seed, flags, out, threads, until=None):
-    """One run. Its folder is out/<script>/<env_id>/<setting>/<seed>."""
-    words = [f"--{name}={value}" for name, value in setting.items()] + flags
+def order(script, env_id, setting, seed, flags, out, threads, label=None, until=None):
+    """A run with the flags of `setting`, a dictionary, and `flags`, in out/<script>/<env_id>/<label>/<seed>."""
+    words = [script.flag(name, value) for name, value in setting.items()] + flags
     given = {word[2:].split("=")[0] for word in words if word.startswith("--")}
     args = script.parse(words)
     env_id = env_id or args.env_id
+    label = label or setting_name(setting)
     if "threads" in script.fields and "threads" not in given:
         words.append(f"--threads={threads}")
     if "checkpoint-interval" not in given:
         words.append(f"--checkpoint-interval={max(1, args.total_timesteps // CHECKPOINTS)}")
-    folder = out / script.path.stem / folder_name(env_id) / folder_name(setting_name(setting)) / str(seed)
+    folder = (out / script.path.stem / folder_name(env_id) / folder_name(label) / str(seed)).resolve()
     words = [f"--env-id={env_id}", f"--seed={seed}", *words, f"--run-dir={folder}"]
-    return Order(script, env_id, setting, seed, words, args.total_timesteps, folder.resolve(), until)
+    return Order(script, env_id, label, seed, words, args.total_timesteps, folder, until)
 
 
 def settings_of(script, grid):

@@ -11,10 +11,12 @@ from matplotlib import pyplot as plt
 from benchmark.report import figures
 from benchmark.report.curves import end_of, learning_curve
 from benchmark.report.tables import Table
-from launch.orders import setting_name
 from launch.worker import summaries
 
 HEADER = ("environment", "setting", "return", "of each seed", "steps", "steps/s", "minutes")
+ABOUT = """Returns are means over the last tenth of a run's steps, with the standard deviation over seeds. Lines are
+interquartile means over seeds, bands are 95% bootstrap intervals. Minutes are those of training, added up over
+attempts."""
 LINES = ("-", "--", "-.", ":")
 PAGE = """\
 <!DOCTYPE html>
@@ -35,9 +37,6 @@ pre {{ white-space: pre-wrap; }}
 <body>
 <h1>{title}</h1>
 <pre>{command}</pre>
-<p>Returns are means over the last tenth of a run's steps, with the standard deviation over seeds. Lines are
-interquartile means over seeds, bands are 95% bootstrap intervals. Minutes are those of training, added up over
-attempts.</p>
 {body}
 </body>
 </html>
@@ -63,7 +62,7 @@ def grouped(orders):
     for order in orders:
         own = result(order)
         if own:
-            groups[order.env_id][setting_name(order.setting)].append(own)
+            groups[order.env_id][order.label].append(own)
     return groups
 
 
@@ -90,11 +89,11 @@ def table(groups):
     return Table("", HEADER, rows)
 
 
-def write(orders, out, title, command, extra=""):
+def write(orders, out, title, command):
     """Write results.md, results.html, results.json and a picture of each environment's curves to `out`; the table."""
     groups = grouped(orders)
     shown = table(groups)
-    parts = [f'<div class="wide">{shown.html()}</div>', extra]
+    parts = [f"<p>{ABOUT}</p>", f'<div class="wide">{shown.html()}</div>']
     with plt.rc_context(figures.SETTINGS):
         for env_id, settings in groups.items():
             colors = cycle(color for color, _, _ in list(figures.STYLES.values())[1:7])
@@ -102,10 +101,20 @@ def write(orders, out, title, command, extra=""):
             styles = {name: (color, line, "") for name, color, line in zip(settings, colors, cycle(lines))}
             picture = figures.save(figures.learning_curves(f"{title}, {env_id}", settings, styles=styles))
             (out / f"curves_{env_id.replace('/', '-')}.svg").write_bytes(picture)
-            parts.append(picture.decode()[picture.decode().index("<svg") :])
+            parts.append(inline(picture))
         plt.close("all")
     (out / "results.md").write_text(f"{shown.markdown()}\n")
     (out / "results.json").write_text(json.dumps(groups, indent=1))
-    page = PAGE.format(title=html.escape(title), command=html.escape(command), body="\n".join(parts))
-    (out / "results.html").write_text(page)
+    write_page(out / "results.html", title, command, parts)
     return shown.markdown()
+
+
+def write_page(path, title, command, parts):
+    """Write a page that needs no other file; `parts` are HTML."""
+    path.write_text(PAGE.format(title=html.escape(title), command=html.escape(command), body="\n".join(parts)))
+
+
+def inline(svg):
+    """A picture as part of a page."""
+    text = svg.decode()
+    return text[text.index("<svg") :]

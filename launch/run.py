@@ -19,6 +19,7 @@ from benchmark.arguments import refuse
 from launch import orders, report
 from launch.board import Board
 from launch.cluster import Cluster, folder_of
+from launch.worker import last_step
 
 
 @dataclass
@@ -77,8 +78,7 @@ def run_all(cluster, todo):
     with Board(cluster.session) as board:
         try:
             for order in todo:
-                board.add(order)
-                cluster.submit(order)
+                begin(order, cluster, board)
             while cluster.tasks:
                 for order, outcome in cluster.finished():
                     board.end(order, outcome)
@@ -86,6 +86,17 @@ def run_all(cluster, todo):
         except KeyboardInterrupt:
             interrupted(cluster, board)
     return board.outcomes
+
+
+def begin(order, cluster, board):
+    """Queue a run; True if it is finished already."""
+    order.place()
+    board.add(order)
+    if last_step(order.folder) >= order.steps:
+        board.end(order, {"status": "done"})
+        return True
+    cluster.submit(order)
+    return False
 
 
 def interrupted(cluster, board):

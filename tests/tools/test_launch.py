@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("ray", reason="pip install -r requirements/launch.txt")
 
 from launch import board, orders, run, worker
+from launch import tune as tuning
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
@@ -338,3 +339,116 @@ def test_progress_is_what_the_last_bar_says(tmp_path):
     assert board.progress(log) == {"step": "316/1000", "return": "-6815.2", "steps/s": "0.50", "time left": "35:17"}
     assert worker.last_line(log) == "warning: hot"
     assert board.progress(tmp_path / "none") == {}
+
+
+TUNED = ["--range", "learning-rate", "0.5", "8", "log", "--trials", "9", "--seeds", "1", "2"]
+
+
+@pytest.fixture
+def hill(script):
+    """A script whose return is best at a learning rate of 3, at every step."""
+    script.write_text(STAND_IN.replace('"episodic_return": run.value', f'"episodic_return": {SCORE}'))
+    return script
+
+
+SCORE = "run.step - abs(args.learning_rate - 3)"
+
+
+def tune(script, *words, flags=("--total-timesteps=18",)):
+    command = ["tune", str(script), "--out", str(script.parent / "runs"), *words]
+    command = [sys.executable, "-m", "launch", *command, "--", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.thorough
+def test_tuning_trains_the_best_third_on_and_no_step_twice(hill):
+    done = tune(hill, *TUNED)
+    assert done.returncode == 0, done.stderr
+    folder = hill.parent / "runs" / "walk"
+    begun = starts(folder)
+    assert sorted(map(tuple, begun.values())) == 12 * [(0,)] + 4 * [(0, 2)] + 2 * [(0, 2, 6)]
+    found = {}  # learning rate and last step by trial
+    for path in folder.rglob("summary.json"):
+        summary = json.loads(path.read_text())
+        trial = path.parents[2].name
+        found[trial] = (summary["learning_rate"], max(summary["global_step"], found.get(trial, (0, 0))[1]))
+    ranked = sorted(found.values(), key=lambda trial: abs(trial[0] - 3))
+    assert [steps for _, steps in ranked] == [18, 6, 6] + 6 * [2]
+    assert len({rate for rate, _ in ranked}) == 9 and 1.0 in {rate for rate, _ in ranked}  # the script's default
+    rates = re.findall(r"--learning-rate=(\S+)", done.stdout)
+    assert [float(rate) for rate in rates] == [ranked[0][0]]
+    assert "return at 2 steps | return at 6 steps | return at 18 steps" in done.stdout
+    assert "<svg" in (folder / "results.html").read_text()
+
+    again = tune(hill, *TUNED)
+    assert again.returncode == 0 and again.stdout == done.stdout and starts(folder) == begun
+    more = tune(hill, *TUNED, "--trials", "11")
+    assert more.returncode == 0 and len(starts(folder)) == 22
+    assert all(starts(folder)[name] == steps for name, steps in begun.items())
+    other = tune(hill, *TUNED, "--rungs", "2")
+    assert other.returncode == 2 and "has another search; give another folder, or delete this one" in other.stderr
+
+
+@pytest.mark.thorough
+def test_tuning_goes_on_after_an_interrupt(hill):
+    flags = ("--total-timesteps=18", "--seconds=0.2")
+    command = ["tune", str(hill), "--out", str(hill.parent / "runs"), *TUNED, "--", *flags]
+    process = subprocess.Popen([sys.executable, "-m", "launch", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    folder = hill.parent / "runs" / "walk"
+    deadline = time.time() + 100
+    while len(list(folder.rglob("summary.json"))) < 19 and time.time() < deadline:  # in the second rung
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err, err
+    before = starts(folder)
+    done = tune(hill, *TUNED, flags=flags)
+    assert done.returncode == 0, done.stderr
+    after = starts(folder)
+    assert all(
+        after[name][: len(steps)] == steps and after[name] == sorted(after[name]) for name, steps in before.items()
+    )
+    ends = {path.parents[2].name: 0 for path in folder.rglob("summary.json")}
+    for path in folder.rglob("summary.json"):
+        ends[path.parents[2].name] = max(ends[path.parents[2].name], json.loads(path.read_text())["global_step"])
+    assert sorted(ends.values()) == 6 * [2] + [6, 6, 18]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "python -m launch tune: give what to search for by --range, --choice or --space"),
+        (
+            ["--range", "learning-rat", "1", "2"],
+            "--range learning-rat 1 2: walk.py has no such flag; give learning-rate",
+        ),
+        (["--range", "learning-rate", "1"], "--range learning-rate 1: give a flag, its smallest and largest value, .*"),
+        (["--range", "learning-rate", "0", "1", "log"], "--range learning-rate 0 1 log: .*log.*"),
+        (["--range", "learning-rate", "2", "1"], "--range learning-rate 2 1: .*"),
+        (["--choice", "threads", "1", "many"], "walk.py does not accept --threads=many; see python .* --help"),
+        (["--choice", "threads"], "--choice threads: give its values"),
+        (["--space", "none.toml"], "--space none.toml: give a TOML file .*"),
+        (["--choice", "threads", "1", "--trials", "0"], "--trials 0: give at least 1"),
+    ],
+)
+def test_bad_search_spaces_are_refused_in_one_line(script, words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        tuning.main([str(script), "--out", str(script.parent / "runs"), *words])
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and re.fullmatch(f"error: {said}", err.strip()), err
+    assert not (script.parent / "runs").exists()
+
+
+def test_a_search_space_can_be_a_file(script, tmp_path, capsys):
+    path = tmp_path / "space.toml"
+    path.write_text(
+        "[learning-rate]\nlow = 0.1\nhigh = 1\nlog = true\n[threads]\nlow = 1\nhigh = 4\n[crash]\nchoices = [true]"
+    )
+    space = tuning.space_in(orders.Script(script), path)
+    assert repr(space["learning-rate"]) == "FloatDistribution(high=1.0, log=True, low=0.1, step=None)"
+    assert repr(space["threads"]) == "IntDistribution(high=4, log=False, low=1, step=1)"
+    path.write_text("[learning-rate]\nlow = 0.1")
+    with pytest.raises(SystemExit):
+        tuning.space_in(orders.Script(script), path)
+    remedy = "give low and high, and perhaps log = true, or choices"
+    assert capsys.readouterr().err == f"error: --space {path}: learning-rate: {remedy}\n"

@@ -1,0 +1,359 @@
+"""Search for hyper-parameters: Optuna proposes, Ray trains, and the best third of the trials goes on.
+
+    python -m launch tune leanrl/dqn.py --env-id Acrobot-v1 --seeds 1 2 --trials 30 \\
+        --range learning-rate 1e-4 1e-2 log --choice batch-size 64 128 256 -- --total-timesteps 50000
+
+What follows the two dashes goes to the script. A trial is a setting of the flags, trained with every seed. Its value is
+the mean return of the last 20 episodes, averaged over the seeds. Trials come in brackets of successive halving
+(Jamieson and Talwalkar 2016, arXiv:1502.07943): all of them train to the first rung, the best third goes on to the next
+one from its checkpoints, and so on. With 3 rungs these are a ninth, a third and all of --total-timesteps. Schedules are
+those of the whole run, and no step is trained twice.
+
+The same command goes on where it was interrupted. A search space can be a file, too:
+
+    [learning-rate]
+    low = 1e-4
+    high = 1e-2
+    log = true
+
+    [batch-size]
+    choices = [64, 128, 256]
+"""
+
+import math
+import shlex
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Annotated
+
+import optuna
+import tyro
+from matplotlib import pyplot as plt
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
+from benchmark.arguments import refuse, stop
+from benchmark.report import figures
+from benchmark.report.tables import Table
+from launch import orders, report
+from launch.board import Board
+from launch.run import Resources, begin, interrupted
+from launch.worker import summaries
+
+KEEP = 3  # one of so many trials goes on to the next rung
+KEYS = {"low", "high", "log"}  # of a range in a TOML file
+WORST = -math.inf  # the value of a trial that failed, or has not ended an episode
+SHOWN = 10  # trials in the table
+
+
+@dataclass
+class Args(Resources):
+    script: tyro.conf.Positional[Path] = tyro.MISSING
+    """script of leanrl/, or an edited copy of one"""
+    env_id: str | None = None
+    """environment (by default the script's)"""
+    seeds: tuple[int, ...] = (1, 2)
+    """seeds of each trial"""
+    trials: int = 30
+    """settings to try"""
+    rungs: int = 3
+    """times at which trials are compared; each lasts three times as long as the one before (1: all train to the end)"""
+    range: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
+    """a flag of the script, its smallest and largest value, and "log" if it is to be drawn on a logarithmic scale"""
+    choice: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
+    """a flag of the script and the values to choose from"""
+    space: Path | None = None
+    """TOML file with more flags, see above"""
+    search_seed: int = 1
+    """seed of the proposals"""
+    out: Path = Path("runs/tune")
+    """folder for the search, which all machines see"""
+
+
+def search_space(script, args):
+    """The distributions that the arguments ask for, by flag."""
+    space = {}
+    for words in args.range:
+        name, *limits = words
+        given = f"--range {' '.join(words)}"
+        log = limits[2:] == ["log"]
+        try:
+            low, high = map(float, limits[:2] if log else limits)
+        except ValueError:
+            stop(f"{given}: give a flag, its smallest and largest value, and perhaps log")
+        space[name] = between(script, name, low, high, log, given)
+    for name, *values in args.choice:
+        space[name] = one_of(script, name, values, f"--choice {name}")
+    if args.space:
+        space |= space_in(script, args.space)
+    if not space:
+        stop("python -m launch tune: give what to search for by --range, --choice or --space")
+    return space
+
+
+def space_in(script, path):
+    """The distributions in a TOML file."""
+    try:
+        entries = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        refuse("space", path, f"give a TOML file ({error})")
+    space = {}
+    for name, entry in entries.items():
+        given = f"--space {path}: {name}"
+        if not isinstance(entry, dict) or not ({"choices"} == set(entry) or {"low", "high"} <= set(entry) <= KEYS):
+            stop(f"{given}: give low and high, and perhaps log = true, or choices")
+        if "choices" in entry:
+            space[name] = one_of(script, name, entry["choices"], given)
+        else:
+            space[name] = between(script, name, entry["low"], entry["high"], entry.get("log", False), given)
+    return space
+
+
+def one_of(script, name, values, given):
+    """A choice between values of a flag."""
+    script.check(name, given)
+    if not values:
+        stop(f"{given}: give its values")
+    for value in values:
+        script.parse([script.flag(name, str(value))])
+    return CategoricalDistribution([str(value) for value in values])
+
+
+def between(script, name, low, high, log, given):
+    """A range of a flag: of whole numbers if those are what the script takes."""
+    script.check(name, given)
+    field = script.fields[name.replace("-", "_")]
+    whole = field.type is int
+    kind = IntDistribution if whole else FloatDistribution
+    try:
+        return kind(*((int(low), int(high)) if whole else (low, high)), log=log)
+    except ValueError as error:
+        stop(f"{given}: {error}")
+
+
+def defaults(script, space, flags):
+    """The script's own values, if the search space has them all; else None."""
+    args = script.parse(flags)
+    values = {}
+    for name, distribution in space.items():
+        value = getattr(args, name.replace("-", "_"))
+        values[name] = str(value) if isinstance(distribution, CategoricalDistribution) else value
+        if not distribution._contains(distribution.to_internal_repr(values[name])):
+            return None
+    return values
+
+
+class Search:
+    """A study and its trials; `flags` are those that all trials share. What it knows is on disk: `brackets` of a search
+    that goes on train nothing again.
+    """
+
+    def __init__(self, args, script, space, flags):
+        self.args = args
+        self.script = script
+        self.space = space
+        self.flags = flags
+        self.total = script.parse(flags).total_timesteps
+        self.rungs = [self.total // KEEP**i for i in reversed(range(args.rungs))]
+        self.folder = args.out.resolve() / script.path.stem
+        self.folder.mkdir(parents=True, exist_ok=True)
+        storage = JournalStorage(JournalFileBackend(str(self.folder / "journal.log")))
+        sampler = optuna.samplers.TPESampler(seed=args.search_seed)
+        names = {"study_name": "tune", "load_if_exists": True, "direction": "maximize"}
+        self.study = optuna.create_study(storage=storage, sampler=sampler, **names)
+        identity = {"space": {name: repr(kind) for name, kind in space.items()}, "flags": flags, "rungs": self.rungs}
+        identity |= {"seeds": list(args.seeds), "env_id": args.env_id}
+        if self.study.user_attrs.setdefault("search", identity) != identity:
+            refuse("out", args.out, f"{self.folder} has another search; give another folder, or delete this one")
+        self.study.set_user_attr("search", identity)
+        if not self.study.trials and (own := defaults(script, space, flags)):
+            self.study.enqueue_trial(own)
+
+    def brackets(self):
+        """Numbers of the trials of each bracket: those that there are, then new ones, until there are enough."""
+        size = KEEP ** (self.args.rungs - 1)
+        for first in range(0, self.args.trials, size):
+            numbers = range(first, min(first + size, self.args.trials))
+            begun = [trial.number for trial in self.study.trials if trial.state != TrialState.WAITING]
+            for _ in set(numbers).difference(begun):
+                self.study.ask(self.space)
+            trials = self.study.trials[first : numbers.stop]
+            if not all(trial.state.is_finished() for trial in trials):
+                yield Bracket(self, [trial.number for trial in trials if trial.state != TrialState.FAIL])
+
+    def order(self, number, seed, rung):
+        """The run of a trial with one seed, until a rung."""
+        setting = self.study.trials[number].params
+        args, label = self.args, f"trial {number}"
+        threads = max(1, int(args.cpus_per_run))
+        own = (self.script, args.env_id, setting, seed, self.flags, args.out, threads)
+        return orders.order(*own, label=label, until=self.rungs[rung])
+
+    def value(self, number, rung):
+        """How good a trial is at a rung."""
+        returns = []
+        for seed in self.args.seeds:
+            at_rung = [part for part in summaries(self.order(number, seed, rung).folder) if self.is_at(part, rung)]
+            returns.append(at_rung[0]["episodic_return"] if at_rung else None)
+        return WORST if None in returns else mean(returns)
+
+    def is_at(self, summary, rung):
+        """Whether a run ended at this rung: it was neither interrupted before nor resumed to the next one."""
+        last = rung + 1 == len(self.rungs)
+        return self.rungs[rung] <= summary["global_step"] and (last or summary["global_step"] < self.rungs[rung + 1])
+
+
+class Bracket:
+    """Trials that are compared with each other, rung by rung."""
+
+    def __init__(self, search, numbers):
+        self.search = search
+        self.numbers = numbers
+        self.rung = 0
+
+    def orders(self):
+        """The runs to the next rung."""
+        seeds = self.search.args.seeds
+        return [self.search.order(number, seed, self.rung) for number in self.numbers for seed in seeds]
+
+    def compare(self):
+        """Tell the study how good the trials are at this rung, and keep those that go on to the next one."""
+        study = self.search.study
+        values = {number: self.search.value(number, self.rung) for number in self.numbers}
+        ranked = sorted(self.numbers, key=values.get, reverse=True)
+        last = self.rung + 1 == len(self.search.rungs)
+        best = [] if last else ranked[: math.ceil(len(ranked) / KEEP)]
+        going_on = [number for number in best if values[number] > WORST]
+        for number, value in values.items():
+            trial = study.trials[number]
+            if value > WORST and self.rung not in trial.intermediate_values:
+                optuna.trial.Trial(study, trial._trial_id).report(value, self.rung)
+            if number in going_on:
+                continue
+            state = TrialState.FAIL if value == WORST else TrialState.COMPLETE if last else TrialState.PRUNED
+            study.tell(number, value if state == TrialState.COMPLETE else None, state=state, skip_if_finished=True)
+        self.numbers = going_on
+        self.rung += 1
+
+
+def main(words):
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    at = words.index("--") if "--" in words else len(words)
+    args = tyro.cli(Args, args=words[:at], prog="python -m launch tune", description=__doc__)
+    flags = words[at + 1 :]
+    script = orders.Script(args.script)
+    orders.check_flags(script, flags)
+    for name in ("trials", "rungs"):
+        if getattr(args, name) < 1:
+            refuse(name, getattr(args, name), "give at least 1")
+    if not args.seeds:
+        refuse("seeds", "", "give at least one")
+    space = search_space(script, args)
+    cluster = args.cluster()
+    search = Search(args, script, space, flags)
+    run_all(cluster, search)
+    write(search, shlex.join(["python", "-m", "launch", "tune", *words]))
+
+
+def run_all(cluster, search):
+    """Train all trials: a new bracket begins when those that have begun leave cores idle."""
+    with Board(cluster.session) as board:
+        coming = search.brackets()
+        waiting = {}  # orders by bracket
+
+        def start(bracket):
+            waiting[bracket] = {order.name for order in bracket.orders()}
+            for order in bracket.orders():
+                if begin(order, cluster, board):
+                    waiting[bracket].discard(order.name)
+
+        try:
+            while True:
+                while len(cluster.tasks) < cluster.slots and (bracket := next(coming, None)):
+                    start(bracket)
+                for bracket, names in list(waiting.items()):
+                    if not names:
+                        del waiting[bracket]
+                        bracket.compare()
+                        if bracket.numbers:
+                            start(bracket)
+                if not waiting and not cluster.tasks:
+                    break
+                for order, outcome in cluster.finished():
+                    board.end(order, outcome)
+                    for names in waiting.values():
+                        names.discard(order.name)
+                board.refresh()
+        except KeyboardInterrupt:
+            interrupted(cluster, board)
+
+
+def trial_rows(search):
+    """The best trials: number, value at each rung, and flags."""
+    trials = [trial for trial in search.study.trials if trial.intermediate_values]
+    trials.sort(key=lambda trial: max(trial.intermediate_values.items()), reverse=True)
+    for trial in trials[:SHOWN]:
+        values = [trial.intermediate_values.get(rung) for rung in range(len(search.rungs))]
+        flags = ", ".join(f"{name}={shortened(value)}" for name, value in trial.params.items())
+        yield [str(trial.number), *("" if value is None else f"{value:.1f}" for value in values), flags], trial
+
+
+def shortened(value):
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def first_rung(search):
+    """A study of all trials as they were at the first rung, the only one that all of them have reached."""
+    study = optuna.create_study(direction="maximize")
+    for trial in search.study.trials:
+        if 0 in trial.intermediate_values:
+            settings = {"params": trial.params, "distributions": trial.distributions}
+            study.add_trial(optuna.trial.create_trial(value=trial.intermediate_values[0], **settings))
+    return study
+
+
+def write(search, command):
+    """Print and write the best trials, and draw the search's history and the flags' importance."""
+    ranked = list(trial_rows(search))
+    if not ranked:
+        stop(f"{search.folder}: no trial has ended an episode; see the logs of the runs there")
+    best = ranked[0][1]
+    header = ("trial", *(f"return at {steps} steps" for steps in search.rungs), "flags")
+    table = Table("", header, [row for row, _ in ranked])
+    env_id = search.order(best.number, search.args.seeds[0], 0).env_id
+    flags = [search.script.flag(name, value) for name, value in best.params.items()]
+    winner = shlex.join(["python", str(search.script.path), f"--env-id={env_id}", *flags, *search.flags])
+    report.write_page(
+        search.folder / "results.html",
+        f"{search.script.path.stem}, {env_id}",
+        f"{command}\n\nbest: {winner}",
+        [f'<div class="wide">{table.html()}</div>', *pictures(search)],
+    )
+    (search.folder / "results.md").write_text(f"{table.markdown()}\n\n    {winner}\n")
+    print(f"{table.markdown()}\n\n{winner}\n\n{search.folder / 'results.html'}")
+
+
+def pictures(search):
+    """Value against trial and rung, and the flags' importance, as parts of a page."""
+    trials = [trial for trial in search.study.trials if trial.intermediate_values]
+    with plt.rc_context(figures.SETTINGS):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+        for rung, steps in enumerate(search.rungs):
+            numbers = [trial.number for trial in trials if rung in trial.intermediate_values]
+            values = [trial.intermediate_values[rung] for trial in trials if rung in trial.intermediate_values]
+            left.plot(numbers, values, "o^s*Dv"[rung % 6], label=f"at {steps} steps")
+        left.set(xlabel="trial", ylabel="mean return of the seeds")
+        left.legend(fontsize=9)
+        study = first_rung(search)
+        if len(study.trials) > len(search.space):
+            importances = optuna.importance.get_param_importances(study)
+            right.barh(list(importances)[::-1], list(importances.values())[::-1], color=figures.STYLES["compile"][0])
+        right.set(xlabel="importance at the first rung (PED-ANOVA)", xlim=(0, 1))
+        picture = figures.save(figure)
+        plt.close(figure)
+    (search.folder / "search.svg").write_bytes(picture)
+    return [report.inline(picture)]
