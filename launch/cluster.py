@@ -20,16 +20,19 @@ ATTEMPTS = 5  # at a run whose machine or process died
 LOOPBACK = "127.0.0.1"
 
 
-def connect(address):
-    """Connect to the Ray cluster at `address`, else at RAY_ADDRESS, else start one on this machine for this command."""
+def connect(address, **settings):
+    """Connect to the Ray cluster at `address`, else at RAY_ADDRESS, else start one on this machine for this command.
+
+    `settings` are ray.init's.
+    """
     address = address or os.environ.get("RAY_ADDRESS")
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    settings |= {"log_to_driver": False, "logging_level": "ERROR"}
     if not address:
-        ray.init(address="local", _node_ip_address=LOOPBACK, include_dashboard=False, **quiet)
+        ray.init(address="local", _node_ip_address=LOOPBACK, include_dashboard=False, **settings)
     else:
         try:
             require_answer(address)
-            ray.init(address=address, **quiet)
+            ray.init(address=address, **settings)
         except (OSError, RayError, ValueError, RuntimeError) as error:
             refuse("address", address, f"no Ray cluster answers there ({str(error).splitlines()[0]})")
     ray.cloudpickle.register_pickle_by_value(worker)

@@ -57,6 +57,7 @@ def train(order):
         return {"status": "failed", "line": f"{node} does not see {folder}: {remedy}"}
     if last_step(folder) >= order["steps"]:
         return {"status": "done"}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # for ray.cancel; a shell's background jobs ignore it
     (folder / STARTED).write_text(json.dumps({"session": order["session"], "node": node}))
     process = start(order, folder)
     try:

@@ -3,13 +3,17 @@
 import json
 import os
 import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 pytest.importorskip("ray", reason="pip install -r requirements/launch.txt")
 
@@ -21,6 +25,7 @@ STAND_IN = """
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -254,7 +259,7 @@ def test_a_run_ends_at_the_step_that_it_is_to_stop_at(script, tmp_path):
     """And its schedules are those of the whole run; resumed, it equals one that was never interrupted."""
     script = orders.Script(script)
     for until in (8, None):
-        order = orders.order(script, None, {}, 5, [], tmp_path / "parts", 1, until)
+        order = orders.order(script, None, {}, 5, [], tmp_path / "parts", 1, until=until)
         order.place()
         assert worker.train(order.message("", {})) == {"status": "done"}
         assert worker.last_step(order.folder) == (until or 20)
@@ -452,3 +457,172 @@ def test_a_search_space_can_be_a_file(script, tmp_path, capsys):
         tuning.space_in(orders.Script(script), path)
     remedy = "give low and high, and perhaps log = true, or choices"
     assert capsys.readouterr().err == f"error: --space {path}: learning-rate: {remedy}\n"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["dqn", "dqn_torchcompile"])
+def test_a_trial_at_a_rung_is_what_an_uninterrupted_run_was_there(name, tmp_path):
+    """Networks, optimizer, replay buffer and random states, bit by bit; and what it resumes from is what it left."""
+    script = orders.Script(ROOT / "leanrl" / f"{name}.py")
+    flags = ["--total-timesteps=900", "--learning-starts=100", "--threads=1", "--no-cuda"]
+    through = subprocess.run(
+        [sys.executable, "-c", KEEP_CHECKPOINTS, str(script.path), str(tmp_path), *flags, "--checkpoint-interval=300"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert through.returncode == 0, through.stderr
+    order = orders.order(script, None, {}, 1, flags, tmp_path / "tuned", 1, until=300)
+    order.place()
+    assert worker.train(order.message("", {})) == {"status": "done"}
+    at_rung = torch.load(worker.newest_checkpoint(order.folder), weights_only=True)
+    uninterrupted = torch.load(tmp_path / "300.pt", weights_only=True)
+    assert at_rung["global_step"] == uninterrupted["global_step"] == 300
+    assert at_rung["returns"] == uninterrupted["returns"]
+    assert_equal(at_rung["learner"], uninterrupted["learner"])
+
+    order.until = None
+    assert worker.train(order.message("", {})) == {"status": "done"}
+    by_hand = [sys.executable, str(script.path), f"--resume={tmp_path / '300.pt'}", f"--run-dir={tmp_path / 'hand'}"]
+    subprocess.run(by_hand, check=True, capture_output=True)
+    (path,) = (tmp_path / "hand").glob("*/checkpoint.pt")
+    tuned = torch.load(worker.newest_checkpoint(order.folder), weights_only=True)
+    assert tuned["global_step"] == 900
+    assert_equal(tuned["learner"], torch.load(path, weights_only=True)["learner"])
+
+
+KEEP_CHECKPOINTS = """
+import shutil, sys
+from pathlib import Path
+from instruments.instrument import load
+path, folder = map(Path, sys.argv[1:3])
+script = load(path)
+sys.argv = [str(path), *sys.argv[3:], f"--run-dir={folder / 'through'}"]
+
+def keep(run):
+    save = run.save
+    def save_and_copy():
+        save()
+        shutil.copy(run.folder / "checkpoint.pt", folder / f"{run.step}.pt")
+    run.save = save_and_copy
+
+script.train(script.parse_args(), on_start=keep)
+"""
+
+
+def assert_equal(one, other):
+    """Nested dictionaries and lists of tensors are equal, bit by bit."""
+    ours, theirs = tree_leaves_with_path(one), tree_leaves_with_path(other)
+    assert [path for path, _ in ours] == [path for path, _ in theirs]
+    for (path, left), (_, right) in zip(ours, theirs, strict=True):
+        assert torch.equal(left, right) if torch.is_tensor(left) else left == right, keystr(path)
+
+
+@pytest.mark.thorough
+def test_a_speed_round_has_a_machine_to_itself(tmp_path, cluster):
+    """Two machines of two cores: six rounds, each with both modes on one machine that runs nothing else meanwhile."""
+    for _ in range(2):
+        cluster.add_node(num_cpus=2)
+    (tmp_path / "mode.py").write_text(MODE)
+    code = f"""
+from pathlib import Path
+from benchmark.speed import matrix, rounds
+rounds.MODES = {{mode: [{str(tmp_path / "mode.py")!r}, mode] for mode in ("plain", "eager")}}
+args = matrix.Args(algos=("dqn",), modes=("plain", "eager"), seeds=(1, 2, 3, 4, 5, 6), address={cluster.address!r})
+args.out, args.run_dir = Path({str(tmp_path / "results")!r}), Path({str(tmp_path / "runs")!r})
+matrix.main(args)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("results/*/speed/dqn/*/*/*.json")]
+    assert len(results) == 12 and all(result["machine"]["cores"] for result in results)
+    assert {result["plain"]["steady_sps"] for result in results} == {100}
+    spans = [(int(seed), float(begin), float(end)) for seed, begin, end in map(str.split, noted(tmp_path))]
+    assert max(overlapping(spans)) == 2
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0 and len(noted(tmp_path)) == 12
+
+
+def noted(folder):
+    return (folder / "noted.txt").read_text().splitlines()
+
+
+def overlapping(spans):
+    """How many seeds' rounds ran at each of many moments."""
+    begin, end = min(first for _, first, _ in spans), max(last for _, _, last in spans)
+    for i in range(1000):
+        moment = begin + (end - begin) * i / 1000
+        yield len({seed for seed, first, last in spans if first <= moment <= last})
+
+
+MODE = """
+import json, sys, time
+from pathlib import Path
+mode = sys.argv[1]
+flags = dict(word[2:].split("=") for word in sys.argv[2:] if "=" in word)
+begin = time.time()
+time.sleep(1)
+print("over", flush=True)
+sys.stdin.readline()
+folder = Path(flags["run-dir"]) / "run"
+folder.mkdir(parents=True)
+speed = {"plain": 100, "eager": 150}[mode]
+(folder / "summary.json").write_text(json.dumps({"steady_sps": speed, "warmup_seconds": 1, "matmul_precision": "high"}))
+with open(Path(__file__).with_name("noted.txt"), "a") as file:
+    file.write(f"{flags['seed']} {begin} {time.time()}\\n")
+"""
+
+
+RECIPE = ROOT / "doc" / "examples" / "slurm" / "launch.sbatch"
+
+
+@pytest.mark.thorough
+def test_the_slurm_recipe_is_queued_again_and_goes_on(script):
+    """The recipe, with another command and port, and with an `srun` and an `scontrol` that play one node."""
+    folder = script.parent
+    (folder / "bin").mkdir()
+    for name, body in {
+        "srun": 'exec "$@"',
+        "scontrol": f'[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> {folder}/scontrol.txt',
+    }.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / "bin" / name).chmod(0o755)
+    flags = ("--seconds", "0.5", "--checkpoint-interval", "1000")
+    words = words_of(script, flags=flags)
+    text = re.sub(r"(?m)^python -m launch .*(?= &$)", shlex.join(words), RECIPE.read_text())
+    text = text.replace("6379", str(free_port())).replace("symmetric-run", "symmetric-run --num-cpus=2")
+    assert shlex.join(words) in text
+    (folder / "job.sh").write_text(text)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
+    variables["PATH"] = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job = {"cwd": ROOT, "env": os.environ | variables, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    try:
+        process = subprocess.Popen(["bash", str(folder / "job.sh")], **job)
+        deadline = time.time() + 120
+        while not any(steps > 3 for steps in steps_now(folder)) and time.time() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=90) == 130
+        assert (folder / "scontrol.txt").read_text() == "requeue 7\n"
+        interrupted = values(folder / "runs" / "walk")
+        assert interrupted and all(0 < step < 20 for step, _ in interrupted.values())
+        stop_ray()
+        assert subprocess.run(["bash", str(folder / "job.sh")], **job, timeout=200).returncode == 0
+    finally:
+        stop_ray()
+    assert (folder / "scontrol.txt").read_text() == "requeue 7\n"
+    for seed in (1, 2, 3):
+        assert values(folder / "runs" / "walk")[f"Walk-v0/defaults/{seed}"] == (20, by_hand(script, seed))
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def stop_ray():
+    """End what the recipe's second command leaves: under Slurm that ends with the job."""
+    subprocess.run(["pkill", "-f", "symmetric-run|^sleep infinity"], check=False)
+    subprocess.run([str(Path(sys.executable).parent / "ray"), "stop"], capture_output=True, check=False)
