@@ -472,6 +472,12 @@ def test_a_trial_at_a_rung_is_what_an_uninterrupted_run_was_there(name, tmp_path
         text=True,
     )
     assert through.returncode == 0, through.stderr
+    plain = [sys.executable, str(script.path), *flags, f"--run-dir={tmp_path / 'plain'}"]
+    subprocess.run(plain, check=True, capture_output=True)
+    (path,) = (tmp_path / "plain").glob("*/checkpoint.pt")
+    without, with_checkpoints = (torch.load(file, weights_only=True) for file in (path, tmp_path / "900.pt"))
+    assert_equal(without["learner"], with_checkpoints["learner"])
+
     order = orders.order(script, None, {}, 1, flags, tmp_path / "tuned", 1, until=300)
     order.place()
     assert worker.train(order.message("", {})) == {"status": "done"}
