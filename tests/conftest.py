@@ -24,6 +24,7 @@ ALGORITHMS |= {"dqn": "dqn", "ppo_atari": "ppo_atari_envpool", "dqn_atari": "dqn
 ATARI = ("ppo_atari", "dqn_atari", "sac_atari")
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
 TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}
+MULTI = importlib.import_module("leanrl.ppo_atari_multigpu_torchcompile")  # PPO for Atari on several GPUs
 split_columns = TURBO["sac"].split_columns  # the same text in all turbo scripts
 MODES = {
     "eager": {},

@@ -1,0 +1,523 @@
+"""PPO for Atari on several ranks: one learner in several processes, which start, decide and end together.
+
+The ranks are forks of this process, joined by gloo, as those of torchrun are on a machine without a GPU.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import conftest
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import MULTI, leaves, load_copy, scalars, stem
+
+TURBO = conftest.TURBO["ppo_atari"]
+SHAPE = (4, 84, 84)
+SIZES = {"num_steps": 16, "num_minibatches": 4, "update_epochs": 2, "cuda": False, "threads": 1}
+ITERATION = 16 * 12  # steps of an iteration with 12 games, which 2 and 3 ranks can share
+SIZES |= {"num_envs": 12, "total_timesteps": 3 * ITERATION}
+PATIENCE = 3  # seconds that a rank waits for the others; a test takes longer only if a rank hangs
+
+
+class Games:
+    """Stands in for envpool's pool: what happens in a game depends on its seed alone, and not on its actions.
+
+    `period`: observations, rewards and ends come again after so many steps, also in a resumed run.
+    """
+
+    def __init__(self, num_envs, seed, period=None):
+        self.observation_space = gym.spaces.Box(0, 255, SHAPE, np.uint8)
+        self.action_space = gym.spaces.Discrete(4)
+        self.seeds = range(num_envs) if period else range(seed, seed + num_envs)
+        self.period = period
+        self.ended = np.zeros(num_envs, bool)
+        self.steps = 0
+        self.begin()
+
+    def begin(self):
+        self.generators = [np.random.default_rng(seed) for seed in self.seeds]
+
+    def each(self, draw):
+        return np.stack([draw(generator) for generator in self.generators])
+
+    def reset(self):
+        return self.each(lambda generator: generator.integers(0, 256, SHAPE, np.uint8)), {}
+
+    def step(self, actions):
+        self.steps += 1
+        starts = self.ended
+        rewards = self.each(lambda generator: generator.choice((-1.0, 0.0, 2.0))) * ~starts
+        self.ended = self.each(lambda generator: generator.random() < 0.2 * generator.random()) & ~starts
+        if self.period and self.steps % self.period == 0:
+            self.ended[:] = False
+            self.begin()
+        obs, _ = self.reset()
+        never = np.zeros(len(rewards), bool)
+        infos = {"reward": rewards, "terminated": self.ended.astype(np.int32)}
+        return obs, np.sign(rewards), self.ended, never, infos
+
+
+def become(script, rank, ranks, port, stderr):
+    """Make this process a rank of `script`, as torchrun does with its environment variables."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    sys.stderr = sys.__stderr__ = stderr.open("w", buffering=1)
+    script.RANK = script.LOCAL_RANK = rank
+    script.WORLD_SIZE = script.LOCAL_WORLD_SIZE = ranks
+    script.TIMEOUT = timedelta(seconds=PATIENCE)
+    script.make_pool = lambda args, seed: Games(args.num_envs, seed)
+    torch.export.export = None  # no policies, to save time
+
+
+def launch(script, ranks, program, folder, limit=60):
+    """Run `program(rank)` as each rank of `script`; returns their exit codes, and what they wrote to stderr."""
+    folder.mkdir(exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    errors = [folder / f"stderr_{rank}" for rank in range(ranks)]
+
+    def run(rank):
+        become(script, rank, ranks, port, errors[rank])
+        program(rank)
+
+    processes = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + limit
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert None not in codes, f"a rank hangs: {codes}"
+    return codes, ["\n".join(lines(path)) for path in errors]
+
+
+def lines(path):
+    """What a rank has written to stderr, without its progress bar."""
+    text = path.read_text().replace("\r", "\n")
+    return [line for line in text.splitlines() if line.strip() and "step/s" not in line and "no policy.pt2" not in line]
+
+
+def learn(script, folder, on_log=lambda run, losses: None, on_start=lambda run: None, **kwargs):
+    """Train as this rank; afterwards `folder` has what it learned and logged."""
+    learned = {"losses": [], "weights": []}
+
+    def watch(run):
+        log = run.log
+
+        def watched(losses):
+            on_log(run, losses)
+            learned["losses"].append(losses)
+            learned["weights"].append(run.learner.agent.weights.clone())
+            learned["adam"] = run.learner.optimizers["agent"].tensors()
+            learned["actions"] = run.learner.decisions[..., 0].clone()
+            torch.save(learned, folder / f"learned_{getattr(script, 'RANK', 0)}")
+            log(losses)
+
+        run.log = watched
+        on_start(run)
+
+    script.train(script.Args(**SIZES | {"run_dir": str(folder / "runs")} | kwargs), watch)
+
+
+def learned(folder, ranks):
+    return [torch.load(folder / f"learned_{rank}") for rank in range(ranks)]
+
+
+def only_run(folder):
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+def checkpoint(folder):
+    return torch.load(only_run(folder) / "checkpoint.pt", weights_only=True)
+
+
+def summary(folder):
+    return json.loads((only_run(folder) / "summary.json").read_text())
+
+
+def assert_equal(one, other):
+    for (name, value), (_, wanted) in zip(leaves(one), leaves(other), strict=True):
+        assert torch.equal(value, wanted), name
+
+
+def check_weights(script, folder, ranks=2):
+    """All ranks hold the same weights and moments after ten iterations, bit for bit, though each acts by itself."""
+    codes, errors = launch(
+        script, ranks, lambda rank: learn(script, folder, total_timesteps=10 * ITERATION, update_epochs=1), folder
+    )
+    assert codes == [0] * ranks, errors
+    first, *others = learned(folder, ranks)
+    for other in others:
+        assert_equal([first["weights"], first["adam"]], [other["weights"], other["adam"]])
+        assert not torch.equal(first["actions"], other["actions"])
+    assert len(first["losses"]) == 10
+    assert not any(errors)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_hold_the_same_weights(ranks, tmp_path):
+    check_weights(MULTI, tmp_path, ranks)
+
+
+def same_numbers(ranks, rank):
+    """Let ranks draw the noise and the minibatches that are one process's with all games."""
+    rows = SIZES["num_steps"] * SIZES["num_envs"] // ranks
+    share = SIZES["num_envs"] // ranks
+    epochs = iter(range(1000))
+
+    def own_order(part, epoch):
+        """Of the half of the games that rank `part` of two has, as rows of all games."""
+        half = SIZES["num_envs"] // 2
+        order = torch.randperm(SIZES["num_steps"] * half, generator=torch.Generator().manual_seed(2 * epoch + part))
+        return order.view(SIZES["num_minibatches"], -1), half
+
+    def rand(n, device=None):
+        epoch = next(epochs)
+        if ranks == 2:
+            order, _ = own_order(rank, epoch)
+        else:
+            parts = []
+            for part in range(2):
+                order, half = own_order(part, epoch)
+                parts.append(order // half * SIZES["num_envs"] + part * half + order % half)
+            order = torch.cat(parts, 1)
+        assert order.numel() == n == rows
+        return order.flatten().argsort().float()
+
+    def on_start(run):
+        learner = run.learner
+        generator = torch.Generator().manual_seed(5)
+        shape = (SIZES["num_steps"], SIZES["num_envs"], learner.num_actions)
+        games = slice(rank * share, (rank + 1) * share)
+
+        def exponential():
+            learner.noise.copy_(torch.empty(shape).exponential_(generator=generator)[:, games])
+
+        learner.noise.exponential_ = exponential
+        torch.rand = rand
+
+    return on_start
+
+
+def check_joint_batch(script, folder, **kwargs):
+    """Two ranks play, learn and log what one process of the single-process script does with all games.
+
+    In two iterations, 16 minibatches, with small steps: rounding may decide on which side of 0 a unit is, and Adam's
+    first steps have their full length also where a gradient is hardly more than its rounding.
+    """
+    both, alone = folder / "both", folder / "alone"
+    kwargs = {"learning_rate": 3e-5, "total_timesteps": 2 * ITERATION} | kwargs
+    codes, errors = launch(script, 2, lambda rank: learn(script, both, on_start=same_numbers(2, rank), **kwargs), both)
+    assert codes == [0, 0], errors
+    one = lambda rank: learn(TURBO, alone, on_start=same_numbers(1, 0), **kwargs)  # noqa: E731
+    codes, errors = launch(TURBO, 1, one, alone)
+    assert codes == [0], errors
+    (wanted,) = learned(alone, 1)
+    for got in learned(both, 2):
+        for weights, wanted_weights in zip(got["weights"], wanted["weights"], strict=True):
+            torch.testing.assert_close(weights, wanted_weights, rtol=0, atol=1e-6)
+        assert len(got["losses"]) == len(wanted["losses"]) == 2
+        for losses, wanted_losses in zip(got["losses"], wanted["losses"], strict=True):
+            names = losses.keys() - {"explained_variance"}  # which is that of a rank's own games
+            assert losses.keys() == wanted_losses.keys()
+            for name in names:
+                assert losses[name] == pytest.approx(wanted_losses[name], rel=1e-4, abs=1e-6), name
+    for tag in ("charts/episodic_return", "charts/episodic_length"):
+        returns = scalars(only_run(both), tag)
+        assert returns == scalars(only_run(alone), tag) and len(returns) > 20
+    for name in ("global_step", "episodes", "episodic_return", "num_envs", "seed"):
+        assert summary(both)[name] == summary(alone)[name]
+    assert summary(both)["ranks"] == 2 and checkpoint(both)["global_step"] == 2 * ITERATION
+    assert not any(errors)
+
+
+OTHER = {"norm_adv": False, "clip_vloss": False, "max_grad_norm": 0.01, "ent_coef": 0.1}
+
+
+@pytest.mark.parametrize("kwargs", [{}, OTHER], ids=["default", "other losses"])
+def test_two_ranks_learn_what_one_process_does(kwargs, tmp_path):
+    check_joint_batch(MULTI, tmp_path, **kwargs)
+
+
+def end(script, folder, act, rank=1, iteration=2, ranks=2, **kwargs):
+    """Train until `act(run)` in one rank, after one iteration, ends the run."""
+
+    def on_log(run, losses):
+        if rank == script.RANK and run.step == iteration * ITERATION:
+            act(run)
+
+    begin = time.monotonic()
+    kwargs = {"total_timesteps": 20 * ITERATION} | kwargs
+    codes, errors = launch(script, ranks, lambda rank: learn(script, folder, on_log, **kwargs), folder)
+    assert time.monotonic() < begin + 30
+    return codes, errors
+
+
+def check_signal(script, folder, number=signal.SIGINT, **kwargs):
+    """A signal to one rank ends all of them after the same iteration, with checkpoint and summary."""
+    codes, errors = end(script, folder, lambda run: signal.raise_signal(number), **kwargs)
+    assert codes == [128 + number] * 2 and not any(errors)
+    assert checkpoint(folder)["global_step"] == summary(folder)["global_step"] == 2 * ITERATION
+
+
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGINT, 1), (signal.SIGTERM, 0)])
+def test_a_signal_to_one_rank_ends_all(number, rank, tmp_path):
+    check_signal(MULTI, tmp_path, number, rank=rank)
+
+
+def check_late_signal(script, folder):
+    """A signal to a rank that already knows that all go on ends all of them one iteration later."""
+
+    def strike(run):
+        state_dict = run.learner.state_dict
+
+        def struck():
+            signal.raise_signal(signal.SIGTERM)
+            return state_dict()
+
+        run.learner.state_dict = struck
+
+    codes, errors = end(script, folder, strike, checkpoint_interval=ITERATION)
+    assert codes == [143, 143] and not any(errors)
+    assert checkpoint(folder)["global_step"] == summary(folder)["global_step"] == 3 * ITERATION
+
+
+def test_a_signal_while_all_go_on(tmp_path):
+    check_late_signal(MULTI, tmp_path)
+
+
+def fail(run):
+    raise ZeroDivisionError("of an edit")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_in_one_rank_ends_all(rank, tmp_path):
+    """It is shown once, the other rank has a line at most, and there is a checkpoint."""
+    codes, errors = end(MULTI, tmp_path, fail, rank=rank)
+    assert codes == [1, 1]
+    assert errors[rank].count("Traceback") == 1 and "ZeroDivisionError: of an edit" in errors[rank]
+    other = errors[1 - rank]
+    assert not other if rank == 0 else other.startswith("error: rank 0 cannot reach the other ranks: ")
+    assert other.count("\n") == 0
+    assert checkpoint(tmp_path)["global_step"] == summary(tmp_path)["global_step"] == 2 * ITERATION
+
+
+def test_a_rank_that_is_killed_ends_all(tmp_path):
+    """With a line and a checkpoint."""
+    codes, errors = end(MULTI, tmp_path, lambda run: os.kill(os.getpid(), signal.SIGKILL), ranks=3)
+    assert codes == [1, -signal.SIGKILL, 1]
+    assert errors[0].startswith("error: rank 0 cannot reach the other ranks: ") and errors[0].count("\n") == 0
+    assert not errors[1] and not errors[2]
+    assert checkpoint(tmp_path)["global_step"] == summary(tmp_path)["global_step"] == 2 * ITERATION
+
+
+@pytest.mark.thorough
+def test_rank_0_that_is_killed_leaves_the_last_checkpoint(tmp_path):
+    kill = lambda run: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    codes, errors = end(MULTI, tmp_path, kill, rank=0, iteration=3, checkpoint_interval=ITERATION)
+    assert codes == [-signal.SIGKILL, 1] and not any(errors)
+    assert checkpoint(tmp_path)["global_step"] == 2 * ITERATION
+
+
+@pytest.mark.thorough
+def test_a_rank_that_hangs_ends_all(tmp_path):
+    """After TIMEOUT."""
+    codes, errors = end(MULTI, tmp_path, lambda run: time.sleep(3 * PATIENCE))
+    assert codes == [1, 1]
+    assert errors[0].startswith("error: rank 0 cannot reach the other ranks: ") and errors[0].count("\n") == 0
+    assert checkpoint(tmp_path)["global_step"] == 2 * ITERATION
+
+
+def test_all_ranks_end_at_a_nan_of_one(tmp_path):
+    """Here of its rewards: exit code 1, one line, no checkpoint that holds it."""
+
+    def spoil(run):
+        run.learner.host_outcomes = torch.full_like(run.learner.host_outcomes, torch.nan)
+        run.learner.record = lambda *outcomes: None
+        run.learner.outcomes = run.learner.host_outcomes
+
+    codes, errors = end(MULTI, tmp_path, spoil, checkpoint_interval=2 * ITERATION)
+    assert codes == [1, 1] and not errors[1]
+    step = 3 * ITERATION
+    assert errors[0].startswith(f"error: step {step}: policy_loss is nan") and errors[0].count("\n") == 0
+    assert checkpoint(tmp_path)["global_step"] == 2 * ITERATION and summary(tmp_path)["global_step"] == step
+
+
+def check_target_kl(script, folder):
+    """One rank's KL divergence is over the target, and the mean is: all ranks leave out the same epochs."""
+
+    def on_start(run):
+        make_batch = run.learner.make_batch
+
+        def spoil():
+            make_batch()
+            if script.RANK == 1:
+                run.learner.batch[:, 1] -= 0.3  # the logarithm of the probabilities with which it has acted
+
+        run.learner.make_batch = spoil
+
+    kwargs = {"target_kl": 0.01, "update_epochs": 4, "on_start": on_start}
+    codes, errors = launch(script, 2, lambda rank: learn(script, folder, **kwargs), folder)
+    assert codes == [0, 0], errors
+    one, other = learned(folder, 2)
+    assert_equal([one["weights"], one["adam"]], [other["weights"], other["adam"]])
+    assert all(losses["approx_kl"] > 0.01 for losses in one["losses"])
+    steps = torch.log(one["adam"]["decay"][0]) / np.log(0.9)
+    assert round(steps.item()) == 3 * 4  # minibatches of one epoch in each iteration
+
+
+def test_target_kl_is_that_of_all_ranks(tmp_path):
+    check_target_kl(MULTI, tmp_path)
+
+
+def check_resuming(script, folder):
+    """Two ranks that are resumed go on, bit for bit, as if they had not been interrupted."""
+    script.make_pool = make_pool = lambda args, seed: Games(args.num_envs, seed, period=SIZES["num_steps"])
+
+    def part(name, iterations, **kwargs):
+        def program(rank):
+            script.make_pool = make_pool
+            learn(script, folder / name, anneal_lr=False, total_timesteps=iterations * ITERATION, **kwargs)
+
+        codes, errors = launch(script, 2, program, folder / name)
+        assert codes == [0, 0] and not any(errors), errors
+        return learned(folder / name, 2)
+
+    whole = part("whole", 4)
+    part("first", 2)
+    second = part("second", 4, resume=str(only_run(folder / "first")))
+    for got, wanted in zip(second, whole, strict=True):
+        assert_equal([got["weights"], got["adam"]], [wanted["weights"][2:], wanted["adam"]])
+        assert torch.equal(got["actions"], wanted["actions"])
+    assert checkpoint(folder / "second")["global_step"] == 4 * ITERATION
+
+
+def test_resuming_continues_every_rank(tmp_path):
+    check_resuming(MULTI, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_resuming_on_another_number_of_ranks_is_noted(ranks, tmp_path):
+    launch(MULTI, 2, lambda rank: learn(MULTI, tmp_path / "two", total_timesteps=ITERATION), tmp_path / "two")
+    kwargs = {"resume": str(only_run(tmp_path / "two")), "total_timesteps": 2 * ITERATION}
+    codes, errors = launch(MULTI, ranks, lambda rank: learn(MULTI, tmp_path / "other", **kwargs), tmp_path / "other")
+    assert codes == [0] * ranks and not any(errors[1:])
+    assert errors[0].startswith("note: the checkpoint is of 2 ranks, ") and errors[0].count("\n") == 0
+    assert summary(tmp_path / "other")["global_step"] == 2 * ITERATION
+    weights = [rank["weights"] for rank in learned(tmp_path / "other", ranks)]
+    assert all(torch.equal(weights[0][0], other[0]) for other in weights)
+
+
+def check_seeds(script, folder):
+    """The games of two ranks have the seeds of one process's games, also in a resumed run."""
+
+    def program(rank):
+        pools = []
+        script.make_pool = lambda args, seed: pools.append(Games(args.num_envs, seed)) or pools[-1]
+        learn(script, folder, total_timesteps=ITERATION, seed=7)
+        torch.save(list(pools[0].seeds), folder / f"seeds_{rank}")
+
+    codes, errors = launch(script, 2, program, folder)
+    assert codes == [0, 0], errors
+    assert torch.load(folder / "seeds_0") + torch.load(folder / "seeds_1") == list(range(7, 7 + 12))
+
+
+def test_seeds_of_games_do_not_overlap(tmp_path):
+    check_seeds(MULTI, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "line"),
+    [
+        ({"num_envs": 13}, "error: --num-envs 13: give a multiple of 2, the number of ranks that share them"),
+        ({"num_envs": 2, "num_minibatches": 32}, "error: --num-minibatches 32: give a divisor of each rank's 16 steps"),
+        ({"env_id": "Pong-v4"}, "error: --env-id Pong-v4"),
+    ],
+)
+def test_bad_input_gets_one_line_of_all_ranks(kwargs, line, tmp_path):
+    def program(rank):
+        MULTI.make_pool = REAL_POOL
+        learn(MULTI, tmp_path, **kwargs)
+
+    codes, errors = launch(MULTI, 2, program, tmp_path)
+    assert codes == [2, 2] and errors[0].startswith(line) and errors[0].count("\n") == 0 and not errors[1]
+    assert not list(tmp_path.glob("runs/*"))
+
+
+REAL_POOL = MULTI.make_pool
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(MULTI, "LOCAL_WORLD_SIZE", 8)
+    with pytest.raises(SystemExit) as error:
+        MULTI.train(MULTI.Args(run_dir=str(tmp_path / "runs")))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and line.startswith("error: --cuda True: give torchrun --nproc-per-node 4, ")
+    assert not list(tmp_path.glob("runs/*"))
+
+
+EPOCH_KL = 'self.losses()["approx_kl"]'
+BUGS = [  # what is wrong, what is replaced by what, who sees it
+    ("weights of its own", "        collective(dist.broadcast, learner.agent.weights, 0)\n", "", check_weights),
+    (
+        "a minibatch that a rank skips",
+        "in zip(self.rows, self.moments, strict=True)]",
+        "in list(zip(self.rows, self.moments, strict=True))[RANK:]]",
+        check_weights,
+    ),
+    ("noise of rank 0", "replace(args, seed=seed, ", "replace(args, ", check_weights),
+    ("seeds that overlap", "RANK * (args.num_envs // WORLD_SIZE)", "RANK", check_seeds),
+    (
+        "clipped before it is averaged",
+        "        add_up(self.sums)\n",
+        "        self.sums.mul_((self.args.max_grad_norm / self.sums[: -len(LOSSES)].norm()).clamp(max=1))\n"
+        "        add_up(self.sums)\n",
+        check_joint_batch,
+    ),
+    ("advantages of its own", "        add_up(self.moments)\n", "        self.moments[:, 0] *= 2\n", check_joint_batch),
+    (
+        "a mean of the ranks' means",
+        'columns["shares"] = columns["valid"] / count',
+        'columns["shares"] = columns["valid"] / columns["valid"].sum() / WORLD_SIZE',
+        check_joint_batch,
+    ),
+    ("a sum without the other ranks", "        add_up(self.sums)\n", "", check_weights),
+    ("episodes of rank 0 alone", "np.concatenate(gathered(played), -1)", "np.tile(played, 2)", check_joint_batch),
+    (
+        "KL divergence of its own",
+        "        add_up(self.sums)\n",
+        "        self.own = 2 * self.sums[-2].item()\n        add_up(self.sums)\n",
+        check_target_kl,
+    ),
+    ("a signal of its own", "and not signals", "and self.signal is None", check_late_signal),
+    ("generators of rank 0", "set_generators(generators[RANK])", "set_generators(generators[0])", check_resuming),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("bug", "old", "new", "check"), BUGS, ids=[bug[0] for bug in BUGS])
+def test_a_planted_bug_is_caught(bug, old, new, check, tmp_path):
+    source = Path(MULTI.__file__).read_text()
+    if check is check_target_kl:
+        assert source.count(EPOCH_KL) == 1
+        source = source.replace(EPOCH_KL, "self.own")
+    assert source.count(old) == 1, f"not there once: {old}"
+    script = load_copy(stem(MULTI), source.replace(old, new), tmp_path)
+    with pytest.raises(AssertionError) as caught:
+        check(script, tmp_path / "run")
+    print(f"\n{bug}: {str(caught.value).splitlines()[0][:150]}")
