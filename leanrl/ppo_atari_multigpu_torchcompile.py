@@ -3,11 +3,11 @@
 This is ppo_atari_envpool_torchcompile.py for torchrun, which starts one process, a rank, per GPU. Its updates are those
 of a single process that plays all games; what makes it fast is the same. What the ranks do together:
 
-1. They start with the weights of rank 0, and each plays its share of --num-envs (`JointRun`, `train`).
-2. A minibatch is what all ranks have drawn for it. Sums over all ranks normalize its advantages, and weight each row:
-   one all-reduce per epoch (`PPO.draw_minibatches`, `PPO.join`).
-3. The gradient and the losses are one flat vector: one all-reduce per minibatch, outside of any graph, between the
-   graph that computes the vector and the graph that clips and steps (`PPO.update_minibatch`).
+1. They start with the weights of rank 0, and each plays its share of the games (`train`, `JointRun`).
+2. A minibatch is what all ranks have drawn for it. Its advantages are normalized with sums over all ranks: one
+   all-reduce per epoch (`PPO.draw_minibatches`, `PPO.join`).
+3. The gradient and the losses are one flat vector: one all-reduce per minibatch. It is in no graph, but between the
+   one that computes the vector and the one that clips and steps (`PPO.update_minibatch`).
 4. All ranks count all games and decide from the same numbers when to end. Rank 0 writes (`JointRun`).
 
     torchrun --nproc-per-node 8 leanrl/ppo_atari_multigpu_torchcompile.py --compile --cudagraphs
@@ -1168,7 +1168,7 @@ def gathered(thing):
 
 def get_generators():
     """The states of this rank's random number generators."""
-    on_cuda = torch.cuda.is_available()
+    on_cuda = torch.cuda.is_initialized()
     return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if on_cuda else None}
 
 
@@ -1183,15 +1183,15 @@ def set_generators(states):
 def process_group(args):
     """Join the ranks that torchrun has started. Within it rank 0 alone writes to stderr, and one that fails."""
     store = dist.HashStore() if WORLD_SIZE == 1 else None
-    ranks = {"store": store, "rank": RANK, "world_size": WORLD_SIZE, "timeout": TIMEOUT}
+    common = {"store": store, "rank": RANK, "world_size": WORLD_SIZE, "timeout": TIMEOUT}
     if args.cuda and torch.cuda.is_available():
         gpus = torch.cuda.device_count()
         if gpus < LOCAL_WORLD_SIZE:
             refuse("cuda", True, f"give torchrun --nproc-per-node {gpus}, a rank per GPU, or --no-cuda")
         torch.cuda.set_device(LOCAL_RANK)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", LOCAL_RANK), **ranks)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", LOCAL_RANK), **common)
     else:
-        dist.init_process_group("gloo", **ranks)
+        dist.init_process_group("gloo", **common)
     stderr = sys.stderr
     if RANK > 0:
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")

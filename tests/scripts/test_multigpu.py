@@ -466,6 +466,13 @@ def test_bad_input_gets_one_line_of_all_ranks(kwargs, line, tmp_path):
 REAL_POOL = MULTI.make_pool
 
 
+def test_a_folder_that_rank_0_cannot_make_ends_all(tmp_path):
+    (tmp_path / "file").touch()
+    codes, errors = launch(MULTI, 2, lambda rank: learn(MULTI, tmp_path, run_dir=str(tmp_path / "file/runs")), tmp_path)
+    assert codes == [2, 1] and errors[0].startswith("error: --run-dir ") and errors[0].count("\n") == 0
+    assert not errors[1]
+
+
 def test_more_ranks_than_gpus_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
