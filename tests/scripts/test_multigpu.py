@@ -547,6 +547,25 @@ def test_all_modes_and_schedules_on_an_emulated_device(kwargs, tmp_path):
     check_on_cuda(MULTI, tmp_path, [(graphs, late) for graphs in (False, True) for late in (False, True)], **kwargs)
 
 
+@pytest.mark.thorough
+def test_the_code_that_is_generated_for_a_card(tmp_path):
+    """Computes what torch computes, with graphs; kernels run in Triton's interpreter, here for one rank."""
+    generated_cuda = pytest.importorskip("generated_cuda")
+
+    def program(rank):
+        MULTI.dist = QueuedCollectives()
+        with emulated_cuda.emulated_cuda(), generated_cuda.compiled_for_cuda(check=True) as programs:
+            sizes = ON_CUDA | {"num_envs": 2, "num_steps": 4, "update_epochs": 1, "total_timesteps": 24}
+            learn(MULTI, tmp_path, compile=True, cudagraphs=True, **sizes)
+        torch.save(programs.errors, tmp_path / "errors")
+
+    codes, errors = launch(MULTI, 1, program, tmp_path, limit=900)
+    assert codes == [0], errors
+    deviations = torch.load(tmp_path / "errors")
+    assert deviations.keys() == {"decide", "compute_gradient", "step"}
+    assert max(deviations.values()) < 1e-5, deviations
+
+
 def start_torchrun(folder, *words):
     """Two ranks of the script as torchrun starts them, which write to `folder`; short, but for its updates."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", MULTI.__file__, *words]
