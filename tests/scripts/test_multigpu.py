@@ -291,6 +291,7 @@ def check_late_signal(script, folder):
         state_dict = run.learner.state_dict
 
         def struck():
+            run.learner.state_dict = state_dict  # only once: a second signal after a second interrupts
             signal.raise_signal(signal.SIGTERM)
             return state_dict()
 
