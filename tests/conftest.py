@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: proce
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # for generated_cuda.py
 
+import copies
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ ALGORITHMS |= {"dqn": "dqn", "ppo_atari": "ppo_atari_envpool", "dqn_atari": "dqn
 ATARI = ("ppo_atari", "dqn_atari", "sac_atari")
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
 TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}
+MULTI = importlib.import_module("leanrl.ppo_atari_multigpu_torchcompile")  # without torchrun: one process
 split_columns = TURBO["sac"].split_columns  # the same text in all turbo scripts
 MODES = {
     "eager": {},
@@ -149,7 +151,7 @@ def stem(script):
 def algorithm(script):
     """The name of a plain or turbo script in ALGORITHMS."""
     names = {stem: name for name, stem in ALGORITHMS.items()}
-    return names[stem(script).removesuffix("_torchcompile")]
+    return names[copies.algorithm(Path(script.__file__))]
 
 
 def learner_class(script):
@@ -171,7 +173,7 @@ def tiny(script):
 def script_params(modules=None):
     """Parameters of a test that runs scripts, by default all: a few in the quick suite, the others thorough."""
     thorough = pytest.mark.thorough
-    modules = modules or [*PLAIN.values(), *TURBO.values()]
+    modules = modules or [*PLAIN.values(), *TURBO.values(), MULTI]
     return [pytest.param(m, id=stem(m), marks=[] if stem(m) in QUICK else [thorough]) for m in modules]
 
 

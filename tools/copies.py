@@ -4,7 +4,7 @@ python tools/copies.py                                    # names what has drift
 python tools/copies.py leanrl/sac_continuous_action.py    # carries the text of this script to all others
 
 Every function and class of one name is one text in all scripts, except what is each script's OWN. Networks are one
-text in the plain and the turbo script of an algorithm. Nothing is added to a script and nothing taken away.
+text in the scripts of an algorithm. Nothing is added to a script and nothing taken away.
 """
 
 import ast
@@ -16,8 +16,8 @@ OWN = {"Args", "SAC", "TD3", "PPO", "DQN", "train"}
 
 
 def algorithm(path):
-    """The name that a plain and a turbo script have in common."""
-    return path.stem.removesuffix("_torchcompile")
+    """The name that the scripts of an algorithm have in common: plain, turbo, and the one for several GPUs."""
+    return path.stem.removesuffix("_torchcompile").replace("multigpu", "envpool")
 
 
 def is_network(node):

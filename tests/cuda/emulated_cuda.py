@@ -746,6 +746,7 @@ def emulated_cuda(late=True, seed=0, draws_like_cpu=False):
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "set_device": is_cuda,  # which raises an error for any other
         "get_device_name": lambda device=None: "emulated CUDA device",
         "mem_get_info": lambda device=None: (2**34, 2**34),
         "empty_cache": lambda: None,

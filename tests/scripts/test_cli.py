@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import ATARI, PLAIN, TURBO, algorithm, script_params, stem, tiny, train
+from conftest import ATARI, MULTI, PLAIN, TURBO, algorithm, script_params, stem, tiny, train
 from copies import ROOT
 
 
-@pytest.fixture(params=[*PLAIN.values(), *TURBO.values()], ids=stem)
+@pytest.fixture(params=[*PLAIN.values(), *TURBO.values(), MULTI], ids=stem)
 def script(request):
     return request.param
 
@@ -68,7 +68,7 @@ def refused(capsys, run):
 MODES = [pytest.param(TURBO["dqn"], True, True, id="dqn-both")]
 MODES += [
     pytest.param(turbo, True, True, marks=pytest.mark.thorough, id=f"{stem(turbo)}-both")
-    for turbo in TURBO.values()
+    for turbo in (*TURBO.values(), MULTI)
     if turbo is not TURBO["dqn"]
 ]
 MODES += [
@@ -200,7 +200,7 @@ OWN_INPUTS = {
 }
 CASES = [
     pytest.param(module, arguments, id=f"{stem(module)}-{arguments}")
-    for modules in (PLAIN, TURBO)
+    for modules in (PLAIN, TURBO, {"ppo_atari": MULTI})
     for name, module in modules.items()
     for arguments in [*BAD_INPUTS, *OWN_INPUTS[name]]
 ]

@@ -24,6 +24,7 @@ def test_copies_are_in_sync():
 
 
 ONE, TWO, TWIN = Path("one.py"), Path("two.py"), Path("one_torchcompile.py")
+SINGLE, SEVERAL = Path("ppo_atari_envpool.py"), Path("ppo_atari_multigpu_torchcompile.py")
 FUNCTION = "def f():\n    # why\n    return 1\n"
 OTHER = "def f():\n    return 2\n"
 NETWORK = "class Net(nn.Module):\n    size = 1\n"
@@ -41,9 +42,10 @@ def test_drift_is_noticed_and_fixed():
     assert copies.drifted({ONE: FUNCTION, TWO: FUNCTION.replace("why", "how")}) == ["f"]
 
 
-def test_networks_are_shared_by_plain_and_turbo_alone():
+def test_networks_are_shared_by_the_scripts_of_an_algorithm_alone():
     other = NETWORK.replace("1", "2")
     assert copies.drifted({ONE: NETWORK, TWIN: other}) == ["Net"]
+    assert copies.drifted({SINGLE: NETWORK, SEVERAL: other}) == ["Net"]
     assert not copies.drifted({ONE: NETWORK, TWO: other})
     assert copies.carry(ONE, NETWORK, TWIN, other) == NETWORK
     assert copies.carry(ONE, NETWORK, TWO, other) == other

@@ -1,0 +1,666 @@
+"""PPO for Atari on several ranks: one learner in several processes, which start, decide and end together.
+
+The ranks are forks of this process, joined by gloo, as those of torchrun are on a machine without a GPU.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import conftest
+import emulated_cuda
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import MULTI, assert_close_in_norm, clones, leaves, load_copy, scalars, stem
+
+TURBO = conftest.TURBO["ppo_atari"]
+SHAPE = (4, 84, 84)
+SIZES = {"num_steps": 16, "num_minibatches": 4, "update_epochs": 2, "cuda": False, "threads": 1}
+ITERATION = 16 * 12  # steps of an iteration with 12 games, which 2 and 3 ranks can share
+SIZES |= {"num_envs": 12, "total_timesteps": 3 * ITERATION}
+PATIENCE = 3  # seconds that a rank waits for the others; a test takes longer only if a rank hangs
+
+
+class Games:
+    """Stands in for envpool's pool: what happens in a game depends on its seed alone, and not on its actions.
+
+    `period`: observations, rewards and ends come again after so many steps, also in a resumed run.
+    """
+
+    def __init__(self, num_envs, seed, period=None):
+        self.observation_space = gym.spaces.Box(0, 255, SHAPE, np.uint8)
+        self.action_space = gym.spaces.Discrete(4)
+        self.seeds = range(num_envs) if period else range(seed, seed + num_envs)
+        self.period = period
+        self.ended = np.zeros(num_envs, bool)
+        self.steps = 0
+        self.begin()
+
+    def begin(self):
+        self.generators = [np.random.default_rng(seed) for seed in self.seeds]
+
+    def each(self, draw):
+        return np.stack([draw(generator) for generator in self.generators])
+
+    def reset(self):
+        return self.each(lambda generator: generator.integers(0, 256, SHAPE, np.uint8)), {}
+
+    def step(self, actions):
+        self.steps += 1
+        starts = self.ended
+        rewards = self.each(lambda generator: generator.choice((-1.0, 0.0, 2.0))) * ~starts
+        self.ended = self.each(lambda generator: generator.random() < 0.2 * generator.random()) & ~starts
+        if self.period and self.steps % self.period == 0:
+            self.ended[:] = False
+            self.begin()
+        obs, _ = self.reset()
+        never = np.zeros(len(rewards), bool)
+        infos = {"reward": rewards, "terminated": self.ended.astype(np.int32)}
+        return obs, np.sign(rewards), self.ended, never, infos
+
+
+def become(script, rank, ranks, port, stderr):
+    """Make this process a rank of `script`, as torchrun does with its environment variables."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    sys.stderr = sys.__stderr__ = stderr.open("w", buffering=1)
+    script.RANK = script.LOCAL_RANK = rank
+    script.WORLD_SIZE = script.LOCAL_WORLD_SIZE = ranks
+    script.TIMEOUT = timedelta(seconds=PATIENCE)
+    script.make_pool = lambda args, seed: Games(args.num_envs, seed)
+    torch.export.export = None  # no policies, to save time
+
+
+def launch(script, ranks, program, folder, limit=60):
+    """Run `program(rank)` as each rank of `script`; returns their exit codes, and what they wrote to stderr."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    errors = [folder / f"stderr_{rank}" for rank in range(ranks)]
+
+    def run(rank):
+        become(script, rank, ranks, port, errors[rank])
+        program(rank)
+
+    processes = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + limit
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert None not in codes, f"a rank hangs: {codes}"
+    return codes, ["\n".join(lines(path)) for path in errors]
+
+
+def lines(path):
+    """What a rank has written to stderr, without its progress bar."""
+    text = path.read_text().replace("\r", "\n")
+    return [line for line in text.splitlines() if line.strip() and "step/s" not in line and "no policy.pt2" not in line]
+
+
+def learn(script, folder, on_log=lambda run, losses: None, on_start=lambda run: None, **kwargs):
+    """Train as this rank; afterwards `folder` has what it learned and logged."""
+    learned = {"losses": [], "weights": [], "adam": []}
+
+    def watch(run):
+        log = run.log
+
+        def watched(losses):
+            on_log(run, losses)
+            learned["losses"].append(losses)
+            learned["weights"].append(run.learner.agent.weights.clone())
+            learned["adam"].append(clones(run.learner.optimizers["agent"].tensors()))
+            learned["actions"] = run.learner.decisions[..., 0].clone()
+            torch.save(learned, folder / f"learned_{getattr(script, 'RANK', 0)}")
+            log(losses)
+
+        run.log = watched
+        on_start(run)
+
+    script.train(script.Args(**SIZES | {"run_dir": str(folder / "runs")} | kwargs), watch)
+
+
+def learned(folder, ranks):
+    return [torch.load(folder / f"learned_{rank}") for rank in range(ranks)]
+
+
+def only_run(folder):
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+def checkpoint(folder):
+    return torch.load(only_run(folder) / "checkpoint.pt", weights_only=True)
+
+
+def summary(folder):
+    return json.loads((only_run(folder) / "summary.json").read_text())
+
+
+def assert_equal(one, other):
+    for (name, value), (_, wanted) in zip(leaves(one), leaves(other), strict=True):
+        assert torch.equal(value, wanted), name
+
+
+def check_weights(script, folder, ranks=2):
+    """All ranks hold the same weights and moments after ten iterations, bit for bit, though each acts by itself."""
+    codes, errors = launch(
+        script, ranks, lambda rank: learn(script, folder, total_timesteps=10 * ITERATION, update_epochs=1), folder
+    )
+    assert codes == [0] * ranks, errors
+    first, *others = learned(folder, ranks)
+    for other in others:
+        assert_equal([first["weights"], first["adam"]], [other["weights"], other["adam"]])
+        assert not torch.equal(first["actions"], other["actions"])
+    assert len(first["losses"]) == 10
+    assert not any(errors)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_all_ranks_hold_the_same_weights(ranks, tmp_path):
+    check_weights(MULTI, tmp_path, ranks)
+
+
+def same_numbers(ranks, rank):
+    """Let ranks draw the noise and the minibatches that are one process's with all games."""
+    rows = SIZES["num_steps"] * SIZES["num_envs"] // ranks
+    share = SIZES["num_envs"] // ranks
+    epochs = iter(range(1000))
+
+    def own_order(part, epoch):
+        """Of the half of the games that rank `part` of two has, as rows of all games."""
+        half = SIZES["num_envs"] // 2
+        order = torch.randperm(SIZES["num_steps"] * half, generator=torch.Generator().manual_seed(2 * epoch + part))
+        return order.view(SIZES["num_minibatches"], -1), half
+
+    def rand(n, device=None):
+        epoch = next(epochs)
+        if ranks == 2:
+            order, _ = own_order(rank, epoch)
+        else:
+            parts = []
+            for part in range(2):
+                order, half = own_order(part, epoch)
+                parts.append(order // half * SIZES["num_envs"] + part * half + order % half)
+            order = torch.cat(parts, 1)
+        assert order.numel() == n == rows
+        return order.flatten().argsort().float()
+
+    def on_start(run):
+        learner = run.learner
+        generator = torch.Generator().manual_seed(5)
+        shape = (SIZES["num_steps"], SIZES["num_envs"], learner.num_actions)
+        games = slice(rank * share, (rank + 1) * share)
+
+        def exponential():
+            learner.noise.copy_(torch.empty(shape).exponential_(generator=generator)[:, games])
+
+        learner.noise.exponential_ = exponential
+        torch.rand = rand
+
+    return on_start
+
+
+def check_joint_batch(script, folder, **kwargs):
+    """Two ranks play, learn and log what one process of the single-process script does with all games.
+
+    To rounding in the first iteration, of 8 minibatches. In the second one rounding may decide on which side of 0 a
+    unit is, and Adam's steps have their full length also where a gradient is hardly more than its rounding.
+    """
+    both, alone = folder / "both", folder / "alone"
+    kwargs = {"learning_rate": 3e-5, "total_timesteps": 2 * ITERATION} | kwargs
+    codes, errors = launch(script, 2, lambda rank: learn(script, both, on_start=same_numbers(2, rank), **kwargs), both)
+    assert codes == [0, 0], errors
+    one = lambda rank: learn(TURBO, alone, on_start=same_numbers(1, 0), **kwargs)  # noqa: E731
+    codes, errors = launch(TURBO, 1, one, alone)
+    assert codes == [0], errors
+    (wanted,) = learned(alone, 1)
+    for got in learned(both, 2):
+        torch.testing.assert_close(got["weights"][0], wanted["weights"][0], rtol=0, atol=1e-6)
+        for i, tolerances in enumerate(((1e-7, 1e-5), (1e-6, 3e-3))):
+            for name, tolerance in zip(("weights", "adam"), tolerances, strict=True):
+                assert_close_in_norm(dict(leaves(got[name][i])), dict(leaves(wanted[name][i])), tolerance)
+        for losses, wanted_losses in zip(got["losses"], wanted["losses"], strict=True):
+            names = losses.keys() - {"explained_variance"}  # which is that of a rank's own games
+            assert losses.keys() == wanted_losses.keys()
+            for name in names:
+                assert losses[name] == pytest.approx(wanted_losses[name], rel=1e-4, abs=1e-6), name
+    for tag in ("charts/episodic_return", "charts/episodic_length"):
+        returns = scalars(only_run(both), tag)
+        assert returns == scalars(only_run(alone), tag) and len(returns) > 20
+    for name in ("global_step", "episodes", "episodic_return", "num_envs", "seed"):
+        assert summary(both)[name] == summary(alone)[name]
+    assert summary(both)["ranks"] == 2 and checkpoint(both)["global_step"] == 2 * ITERATION
+    assert not any(errors)
+
+
+OTHER = {"norm_adv": False, "clip_vloss": False, "max_grad_norm": 0.01, "ent_coef": 0.1}
+
+
+@pytest.mark.parametrize("kwargs", [{}, pytest.param(OTHER, marks=pytest.mark.thorough)], ids=["default", "other"])
+def test_two_ranks_learn_what_one_process_does(kwargs, tmp_path):
+    check_joint_batch(MULTI, tmp_path, **kwargs)
+
+
+def end(script, folder, act, rank=1, iteration=2, ranks=2, **kwargs):
+    """Train until `act(run)` in one rank, after one iteration, ends the run."""
+
+    def on_log(run, losses):
+        if rank == script.RANK and run.step == iteration * ITERATION:
+            act(run)
+
+    begin = time.monotonic()
+    kwargs = {"total_timesteps": 20 * ITERATION} | kwargs
+    codes, errors = launch(script, ranks, lambda rank: learn(script, folder, on_log, **kwargs), folder)
+    assert time.monotonic() < begin + 30
+    return codes, errors
+
+
+def check_signal(script, folder, number=signal.SIGINT, **kwargs):
+    """A signal to one rank ends all of them after the same iteration, with checkpoint and summary."""
+    codes, errors = end(script, folder, lambda run: signal.raise_signal(number), **kwargs)
+    assert codes == [128 + number] * 2 and not any(errors)
+    assert checkpoint(folder)["global_step"] == summary(folder)["global_step"] == 2 * ITERATION
+
+
+@pytest.mark.parametrize(
+    ("number", "rank"), [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.thorough)]
+)
+def test_a_signal_to_one_rank_ends_all(number, rank, tmp_path):
+    check_signal(MULTI, tmp_path, number, rank=rank)
+
+
+def check_late_signal(script, folder):
+    """A signal to a rank that already knows that all go on ends all of them one iteration later."""
+
+    def strike(run):
+        state_dict = run.learner.state_dict
+
+        def struck():
+            run.learner.state_dict = state_dict  # only once: a second signal after a second interrupts
+            signal.raise_signal(signal.SIGTERM)
+            return state_dict()
+
+        run.learner.state_dict = struck
+
+    codes, errors = end(script, folder, strike, checkpoint_interval=ITERATION)
+    assert codes == [143, 143] and not any(errors)
+    assert checkpoint(folder)["global_step"] == summary(folder)["global_step"] == 3 * ITERATION
+
+
+def test_a_signal_while_all_go_on(tmp_path):
+    check_late_signal(MULTI, tmp_path)
+
+
+def fail(run):
+    raise ZeroDivisionError("of an edit")
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.thorough)])
+def test_an_error_in_one_rank_ends_all(rank, tmp_path):
+    """It is shown once, the other rank has a line at most, and there is a checkpoint."""
+    codes, errors = end(MULTI, tmp_path, fail, rank=rank)
+    assert codes == [1, 1]
+    assert errors[rank].count("Traceback") == 1 and "ZeroDivisionError: of an edit" in errors[rank]
+    other = errors[1 - rank]
+    assert not other if rank == 0 else other.startswith("error: rank 0 cannot reach the other ranks: ")
+    assert other.count("\n") == 0
+    assert checkpoint(tmp_path)["global_step"] == summary(tmp_path)["global_step"] == 2 * ITERATION
+
+
+def test_a_rank_that_is_killed_ends_all(tmp_path):
+    """With a line and a checkpoint."""
+    codes, errors = end(MULTI, tmp_path, lambda run: os.kill(os.getpid(), signal.SIGKILL), ranks=3)
+    assert codes == [1, -signal.SIGKILL, 1]
+    assert errors[0].startswith("error: rank 0 cannot reach the other ranks: ") and errors[0].count("\n") == 0
+    assert not errors[1] and not errors[2]
+    assert checkpoint(tmp_path)["global_step"] == summary(tmp_path)["global_step"] == 2 * ITERATION
+
+
+@pytest.mark.thorough
+def test_rank_0_that_is_killed_leaves_the_last_checkpoint(tmp_path):
+    kill = lambda run: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    codes, errors = end(MULTI, tmp_path, kill, rank=0, iteration=3, checkpoint_interval=ITERATION)
+    assert codes == [-signal.SIGKILL, 1] and not any(errors)
+    assert checkpoint(tmp_path)["global_step"] == 2 * ITERATION
+
+
+@pytest.mark.thorough
+def test_a_rank_that_hangs_ends_all(tmp_path):
+    """After TIMEOUT."""
+    codes, errors = end(MULTI, tmp_path, lambda run: time.sleep(3 * PATIENCE))
+    assert codes == [1, 1]
+    assert errors[0].startswith("error: rank 0 cannot reach the other ranks: ") and errors[0].count("\n") == 0
+    assert checkpoint(tmp_path)["global_step"] == 2 * ITERATION
+
+
+def test_all_ranks_end_at_a_nan_of_one(tmp_path):
+    """Here of its rewards: exit code 1, one line, no checkpoint that holds it."""
+
+    def spoil(run):
+        run.learner.host_outcomes = torch.full_like(run.learner.host_outcomes, torch.nan)
+        run.learner.record = lambda *outcomes: None
+        run.learner.outcomes = run.learner.host_outcomes
+
+    codes, errors = end(MULTI, tmp_path, spoil, checkpoint_interval=2 * ITERATION)
+    assert codes == [1, 1] and not errors[1]
+    step = 3 * ITERATION
+    assert errors[0].startswith(f"error: step {step}: policy_loss is nan") and errors[0].count("\n") == 0
+    assert checkpoint(tmp_path)["global_step"] == 2 * ITERATION and summary(tmp_path)["global_step"] == step
+
+
+def check_target_kl(script, folder):
+    """One rank's KL divergence is over the target, and the mean is: all ranks leave out the same epochs."""
+
+    def on_start(run):
+        make_batch = run.learner.make_batch
+
+        def spoil():
+            make_batch()
+            if script.RANK == 1:
+                run.learner.batch[:, 1] -= 0.3  # the logarithm of the probabilities with which it has acted
+
+        run.learner.make_batch = spoil
+
+    kwargs = {"target_kl": 0.01, "update_epochs": 4, "on_start": on_start}
+    codes, errors = launch(script, 2, lambda rank: learn(script, folder, **kwargs), folder)
+    assert codes == [0, 0], errors
+    one, other = learned(folder, 2)
+    assert_equal([one["weights"], one["adam"]], [other["weights"], other["adam"]])
+    assert all(losses["approx_kl"] > 0.01 for losses in one["losses"])
+    steps = torch.log(one["adam"][-1][".decay"][0]) / np.log(0.9)
+    assert round(steps.item()) == 3 * 4  # minibatches of one epoch in each iteration
+
+
+def test_target_kl_is_that_of_all_ranks(tmp_path):
+    check_target_kl(MULTI, tmp_path)
+
+
+def check_resuming(script, folder):
+    """Two ranks that are resumed go on, bit for bit, as if they had not been interrupted."""
+    script.make_pool = make_pool = lambda args, seed: Games(args.num_envs, seed, period=SIZES["num_steps"])
+
+    def part(name, iterations, **kwargs):
+        def program(rank):
+            script.make_pool = make_pool
+            learn(script, folder / name, anneal_lr=False, total_timesteps=iterations * ITERATION, **kwargs)
+
+        codes, errors = launch(script, 2, program, folder / name)
+        assert codes == [0, 0] and not any(errors), errors
+        return learned(folder / name, 2)
+
+    whole = part("whole", 2)
+    part("first", 1)
+    second = part("second", 2, resume=str(only_run(folder / "first")))
+    for got, wanted in zip(second, whole, strict=True):
+        assert_equal([got["weights"], got["adam"]], [wanted["weights"][1:], wanted["adam"][1:]])
+        assert torch.equal(got["actions"], wanted["actions"])
+    assert checkpoint(folder / "second")["global_step"] == 2 * ITERATION
+
+
+def test_resuming_continues_every_rank(tmp_path):
+    check_resuming(MULTI, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.thorough)])
+def test_resuming_on_another_number_of_ranks_is_noted(ranks, tmp_path):
+    launch(MULTI, 2, lambda rank: learn(MULTI, tmp_path / "two", total_timesteps=ITERATION), tmp_path / "two")
+    kwargs = {"resume": str(only_run(tmp_path / "two")), "total_timesteps": 2 * ITERATION}
+    codes, errors = launch(MULTI, ranks, lambda rank: learn(MULTI, tmp_path / "other", **kwargs), tmp_path / "other")
+    assert codes == [0] * ranks and not any(errors[1:])
+    assert errors[0].startswith("note: the checkpoint is of 2 ranks, ") and errors[0].count("\n") == 0
+    assert summary(tmp_path / "other")["global_step"] == 2 * ITERATION
+    weights = [rank["weights"] for rank in learned(tmp_path / "other", ranks)]
+    assert all(torch.equal(weights[0][0], other[0]) for other in weights)
+
+
+def check_seeds(script, folder):
+    """The games of two ranks have the seeds of one process's games, also in a resumed run."""
+
+    def program(rank):
+        pools = []
+        script.make_pool = lambda args, seed: pools.append(Games(args.num_envs, seed)) or pools[-1]
+        learn(script, folder, total_timesteps=ITERATION, seed=7)
+        torch.save(list(pools[0].seeds), folder / f"seeds_{rank}")
+
+    codes, errors = launch(script, 2, program, folder)
+    assert codes == [0, 0], errors
+    assert torch.load(folder / "seeds_0") + torch.load(folder / "seeds_1") == list(range(7, 7 + 12))
+
+
+def test_seeds_of_games_do_not_overlap(tmp_path):
+    check_seeds(MULTI, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "line"),
+    [
+        ({"num_envs": 13}, "error: --num-envs 13: give a multiple of 2, the number of ranks that share them"),
+        ({"num_envs": 2, "num_minibatches": 32}, "error: --num-minibatches 32: give a divisor of each rank's 16 steps"),
+        pytest.param({"env_id": "Pong-v4"}, "error: --env-id Pong-v4", marks=pytest.mark.thorough),
+    ],
+)
+def test_bad_input_gets_one_line_of_all_ranks(kwargs, line, tmp_path):
+    def program(rank):
+        MULTI.make_pool = REAL_POOL
+        learn(MULTI, tmp_path, **kwargs)
+
+    codes, errors = launch(MULTI, 2, program, tmp_path)
+    assert codes == [2, 2] and errors[0].startswith(line) and errors[0].count("\n") == 0 and not errors[1]
+    assert not list(tmp_path.glob("runs/*"))
+
+
+REAL_POOL = MULTI.make_pool
+
+
+def test_a_folder_that_rank_0_cannot_make_ends_all(tmp_path):
+    (tmp_path / "file").touch()
+    codes, errors = launch(MULTI, 2, lambda rank: learn(MULTI, tmp_path, run_dir=str(tmp_path / "file/runs")), tmp_path)
+    assert codes == [2, 1] and errors[0].startswith("error: --run-dir ") and errors[0].count("\n") == 0
+    assert not errors[1]
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(MULTI, "LOCAL_WORLD_SIZE", 8)
+    with pytest.raises(SystemExit) as error:
+        MULTI.train(MULTI.Args(run_dir=str(tmp_path / "runs")))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and line.startswith("error: --cuda True: give torchrun --nproc-per-node 4, ")
+    assert not list(tmp_path.glob("runs/*"))
+
+
+class QueuedCollectives:
+    """torch.distributed for the emulated device: a collective is one operator in the stream's queue, as with NCCL."""
+
+    def __getattr__(self, name):
+        return getattr(torch.distributed, name)
+
+    def init_process_group(self, backend, device_id, **ranks):
+        assert backend == "cpu:gloo,cuda:nccl" and device_id == torch.device("cuda", 0)
+        torch.distributed.init_process_group("gloo", **ranks)
+
+    def queue(self, function, tensor, *args):
+        assert emulated_cuda.DEVICE.capture is None, "a collective is captured"
+        tensor.block.touch()
+        emulated_cuda.DEVICE.enqueue(partial(function, tensor.memory, *args))
+
+    def all_reduce(self, tensor):
+        self.queue(torch.distributed.all_reduce, tensor)
+
+    def broadcast(self, tensor, source):
+        self.queue(torch.distributed.broadcast, tensor, source)
+
+
+ON_CUDA = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "cuda": True, "total_timesteps": 6 * 8 * 4}
+
+
+def check_on_cuda(script, folder, modes=((False, False), (True, True)), ranks=2, **kwargs):
+    """With and without graphs, on a device that works at once or as late as it may, ranks learn the same bits."""
+    results = []
+    for cudagraphs, late in modes:
+        own = folder / f"{cudagraphs}-{late}"
+
+        def program(rank, cudagraphs=cudagraphs, late=late, own=own):
+            script.LOCAL_RANK, script.LOCAL_WORLD_SIZE = 0, 1  # one device per machine
+            script.dist = QueuedCollectives()
+            with emulated_cuda.emulated_cuda(late):
+                learn(script, own, cudagraphs=cudagraphs, **ON_CUDA | kwargs)
+
+        codes, errors = launch(script, ranks, program, own)
+        assert codes == [0] * ranks, errors
+        results.append(learned(own, ranks))
+        assert summary(own)["cudagraphs"] is cudagraphs
+    first = results[0]
+    assert_equal(first[0]["weights"], first[-1]["weights"])
+    for result in results[1:]:
+        for got, wanted in zip(result, first, strict=True):
+            assert got["losses"] == wanted["losses"]
+            assert_equal([got[name] for name in STATE], [wanted[name] for name in STATE])
+
+
+STATE = ("weights", "adam", "actions")
+
+
+@pytest.mark.thorough
+def test_graphs_change_nothing_on_an_emulated_device(tmp_path):
+    check_on_cuda(MULTI, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kwargs", [{}, {"target_kl": 1e-4, "norm_adv": False, "matmul_precision": "high"}], ids=str)
+def test_all_modes_and_schedules_on_an_emulated_device(kwargs, tmp_path):
+    check_on_cuda(MULTI, tmp_path, [(graphs, late) for graphs in (False, True) for late in (False, True)], **kwargs)
+
+
+@pytest.mark.thorough
+def test_the_code_that_is_generated_for_a_card(tmp_path):
+    """Computes what torch computes, with graphs; kernels run in Triton's interpreter, here for one rank."""
+    generated_cuda = pytest.importorskip("generated_cuda")
+
+    def program(rank):
+        MULTI.dist = QueuedCollectives()
+        with emulated_cuda.emulated_cuda(), generated_cuda.compiled_for_cuda(check=True) as programs:
+            sizes = ON_CUDA | {"num_envs": 2, "num_steps": 4, "update_epochs": 1, "total_timesteps": 24}
+            learn(MULTI, tmp_path, compile=True, cudagraphs=True, **sizes)
+        torch.save(programs.errors, tmp_path / "errors")
+
+    codes, errors = launch(MULTI, 1, program, tmp_path, limit=900)
+    assert codes == [0], errors
+    deviations = torch.load(tmp_path / "errors")
+    assert deviations.keys() == {"decide", "compute_gradient", "step"}
+    assert max(deviations.values()) < 1e-5, deviations
+
+
+def start_torchrun(folder, *words):
+    """Two ranks of the script as torchrun starts them, which write to `folder`; short, but for its updates."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", MULTI.__file__, *words]
+    command += ["--num-envs", "2", "--num-steps", "20", "--no-cuda", "--run-dir", folder / "runs"]
+    return subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.thorough
+def test_torchrun_starts_ranks_that_compile(tmp_path):
+    process = start_torchrun(tmp_path, "--compile", "--cudagraphs", "--total-timesteps", 200)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    report = summary(tmp_path)
+    assert report["ranks"] == 2 and report["global_step"] == 200 and report["steady_sps"] > 0
+    assert errors.count("note: --cudagraphs needs a CUDA device; running without") == 1
+    assert {path.name for path in only_run(tmp_path).iterdir()} >= {"checkpoint.pt", "policy.pt2"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("what", ["Ctrl-C", "kill -9"])
+def test_what_torchrun_does_when_it_is_over(what, tmp_path):
+    """Ctrl-C reaches torchrun alone, which passes it on; a rank that is killed ends the others."""
+    process = start_torchrun(tmp_path, "--total-timesteps", 10**6, "--checkpoint-interval", 40)
+    while not list(tmp_path.glob("runs/*/checkpoint.pt")):
+        assert process.poll() is None
+        time.sleep(0.1)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(workers) == 2
+    if what == "Ctrl-C":
+        process.send_signal(signal.SIGINT)
+    else:
+        os.kill(int(workers[1]), signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1  # whatever its workers' are
+    assert errors.count("LostRank") == (what == "kill -9")
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert checkpoint(tmp_path)["global_step"] == summary(tmp_path)["global_step"] > 0
+
+
+EPOCH_KL = 'self.losses()["approx_kl"]'
+BUGS = [  # what is wrong, what is replaced by what, who sees it
+    ("weights of its own", "        collective(dist.broadcast, learner.agent.weights, 0)\n", "", check_weights),
+    (
+        "a minibatch that a rank skips",
+        "in zip(self.rows, self.moments, strict=True)]",
+        "in list(zip(self.rows, self.moments, strict=True))[RANK:]]",
+        check_weights,
+    ),
+    ("noise of rank 0", "replace(args, seed=seed, ", "replace(args, ", check_weights),
+    ("seeds that overlap", "RANK * (args.num_envs // WORLD_SIZE)", "RANK", check_seeds),
+    (
+        "clipped before it is averaged",
+        "        add_up(self.sums)\n",
+        "        self.sums.mul_((self.args.max_grad_norm / self.sums[: -len(LOSSES)].norm()).clamp(max=1))\n"
+        "        add_up(self.sums)\n",
+        check_joint_batch,
+    ),
+    ("advantages of its own", "        add_up(self.moments)\n", "        self.moments[:, 0] *= 2\n", check_joint_batch),
+    (
+        "a mean of the ranks' means",
+        'columns["shares"] = columns["valid"] / count',
+        'columns["shares"] = columns["valid"] / columns["valid"].sum() / WORLD_SIZE',
+        check_joint_batch,
+    ),
+    ("a sum without the other ranks", "        add_up(self.sums)\n", "", check_weights),
+    ("episodes of rank 0 alone", "np.concatenate(gathered(played), -1)", "np.tile(played, 2)", check_joint_batch),
+    (
+        "KL divergence of its own",
+        "        add_up(self.sums)\n",
+        "        self.own = 2 * self.sums[-2].item()\n        add_up(self.sums)\n",
+        check_target_kl,
+    ),
+    ("a signal of its own", "and not signals", "and self.signal is None", check_late_signal),
+    (
+        "an all-reduce in a graph",
+        "self.compute_gradient = CudaGraphModule(self.compute_gradient",
+        "self.update_minibatch = CudaGraphModule(self.update_minibatch",
+        check_on_cuda,
+    ),
+    ("sums rebound instead of filled", "self.sums.copy_(torch.cat(", "self.sums = (torch.cat(", check_on_cuda),
+    ("rows rebound instead of filled", "self.rows.copy_(order", "self.rows = (order", check_on_cuda),
+    ("generators of rank 0", "set_generators(generators[RANK])", "set_generators(generators[0])", check_resuming),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("bug", "old", "new", "check"), BUGS, ids=[bug[0] for bug in BUGS])
+def test_a_planted_bug_is_caught(bug, old, new, check, tmp_path):
+    source = Path(MULTI.__file__).read_text()
+    if check is check_target_kl:
+        assert source.count(EPOCH_KL) == 1
+        source = source.replace(EPOCH_KL, "self.own")
+    assert source.count(old) == 1, f"not there once: {old}"
+    script = load_copy(stem(MULTI), source.replace(old, new), tmp_path)
+    with pytest.raises(AssertionError) as caught:
+        check(script, tmp_path / "run")
+    print(f"\n{bug}: {str(caught.value).splitlines()[0][:150]}")
