@@ -70,9 +70,15 @@ class Board:
         started = order.folder / STARTED
         ours = json.loads(started.read_text()) if started.exists() else {}
         begun = ours.get("session") == self.session
-        state = self.outcomes[order.name]["status"] if order.name in self.outcomes else "running" if begun else "queued"
-        row = {"state": state, "machine": ours.get("node", "")} if begun else {"state": state}
-        return row | (progress(order.folder / LOG) if state != "queued" else {})
+        state = "running" if begun else "queued"
+        if order.name in self.outcomes:
+            state = self.outcomes[order.name]["status"]
+        row = {"state": state, "machine": ours["node"] if begun else ""}
+        if state != "queued":
+            row |= progress(order.folder / LOG)
+        if state != "running":
+            row.pop("time left", None)
+        return row
 
     def table(self):
         table = Table(*COLUMNS, box=None)
