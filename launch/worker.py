@@ -58,7 +58,9 @@ def train(order):
     if last_step(folder) >= order["steps"]:
         return {"status": "done"}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for ray.cancel; a shell's background jobs ignore it
-    (folder / STARTED).write_text(json.dumps({"session": order["session"], "node": node}))
+    started = folder / f"{STARTED}.tmp"
+    started.write_text(json.dumps({"session": order["session"], "node": node}))
+    os.replace(started, folder / STARTED)  # the driver never sees half of it
     process = start(order, folder)
     try:
         while process.poll() is None:
