@@ -30,7 +30,7 @@ body {{ font-family: sans-serif; line-height: 1.45; max-width: 70em; margin: 2em
 .wide {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; }}
 th, td {{ padding: 0.2em 0.6em; text-align: left; border-bottom: 1px solid #bbb; }}
-svg {{ max-width: 100%; height: auto; }}
+svg {{ max-width: 100%; height: auto; margin: 1em 0; }}
 pre {{ white-space: pre-wrap; }}
 </style>
 </head>
