@@ -7,6 +7,7 @@ Each has --help. They need requirements/launch.txt.
 """
 
 import importlib
+import signal
 import sys
 
 from benchmark.arguments import stop
@@ -28,4 +29,9 @@ def main(words):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to continue", file=sys.stderr)
+        raise SystemExit(130) from None

@@ -15,7 +15,7 @@ BAR = re.compile(  # the scripts' progress bar
     r"(?:, return=(?P<return>[-\d.enaif]+))?"
 )
 COLUMNS = ("run", "state", "step", "return", "steps/s", "time left", "machine")
-MARGIN = 6  # lines of the terminal that are no runs
+MARGIN = 6  # lines of the terminal that are not used for runs
 
 
 def progress(log):

@@ -1,5 +1,7 @@
 """Runs on Ray: on this machine, or on a cluster that is there already."""
 
+import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -9,7 +11,7 @@ import sys
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayError, TaskCancelledError
+from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
 from benchmark.arguments import refuse
 from launch import worker
@@ -36,7 +38,7 @@ def connect(address, **settings):
         except (OSError, RayError, ValueError, RuntimeError) as error:
             refuse("address", address, f"no Ray cluster answers there ({str(error).splitlines()[0]})")
     ray.cloudpickle.register_pickle_by_value(worker)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; ray.init has set one of its own
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; ray.init sets one of its own
 
 
 def require_answer(address):
@@ -64,7 +66,10 @@ class Cluster:
         self.session = secrets.token_hex(4)
         self.environment = {"OMP_NUM_THREADS": str(max(1, int(cpus)))}
         if mkl:
-            self.environment["LD_PRELOAD"] = shutil.copy(mkl_on_amd.library(), out)  # where all machines see it
+            library = shutil.copy(mkl_on_amd.library(), out)  # where all machines see it
+            if " " in str(library):
+                refuse("out", out, "give a folder without a space in its name, for --mkl-on-amd")
+            self.environment["LD_PRELOAD"] = str(library)
         options = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": ATTEMPTS - 1, "scheduling_strategy": "SPREAD"}
         self.train = ray.remote(**options)(worker.train)
         self.tasks = {}
@@ -79,7 +84,9 @@ class Cluster:
         return [(self.tasks.pop(task), outcome(task)) for task in ready]
 
     def stop(self):
-        """End all runs, with their checkpoints."""
+        """End all runs, with their checkpoints. Another Ctrl-C meanwhile does nothing."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         for task in self.tasks:
             ray.cancel(task)
         for task in list(self.tasks):
@@ -92,16 +99,24 @@ def outcome(task):
         return ray.get(task)
     except TaskCancelledError:
         return {"status": "interrupted"}
+    except RayTaskError as error:
+        return {"status": "failed", "line": str(error).strip().splitlines()[-1]}
     except RayError as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return {"status": "failed", "line": f"after {ATTEMPTS} attempts: {lines[0]}"}
 
 
-def folder_of(out):
-    """The folder for all runs, which all machines see."""
-    out = Path(out).resolve()
+@contextlib.contextmanager
+def folder_of(out, script):
+    """The folder of a script's runs, which all machines see, for this command alone."""
+    folder = Path(out).resolve() / script.path.stem
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         refuse("out", out, f"give a folder that can be written ({error.strerror})")
-    return out
+    with open(folder / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            refuse("out", out, f"another command is using {folder}; wait for it, or give another folder")
+        yield folder

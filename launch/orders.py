@@ -17,10 +17,10 @@ from benchmark.arguments import refuse, stop
 from instruments.__main__ import load_script
 from launch.worker import ORDER
 
-OURS = ("env_id", "seed", "run_dir", "resume")  # flags that are not to be given behind the dashes
+OURS = {"env-id": "--env-ids", "seed": "--seeds", "run-dir": "--out", "resume": None}  # and what to give instead
 CHECKPOINTS = 20  # of a run, unless --checkpoint-interval says otherwise: a machine that dies costs a twentieth
 SWITCH = {"True": True, "true": True, "False": False, "false": False}
-DEFAULTS = "defaults"  # the name of a setting that changes nothing
+ONLY = "base"  # the name of the only setting
 
 
 @dataclass
@@ -36,11 +36,12 @@ class Script:
         self.fields = {field.name: field for field in dataclasses.fields(self.Args)}
 
     def check(self, name, given):
-        """Refuse a flag that the script has not; `given` is what the user has written."""
+        """The name of a flag, with dashes; refuses what the script does not have. `given` is what the user wrote."""
         if name.replace("-", "_") not in self.fields:
             close = difflib.get_close_matches(name.replace("-", "_"), self.fields, n=1)
             remedy = f"give {close[0].replace('_', '-')}" if close else f"see python {self.path} --help"
             stop(f"{given}: {self.path.name} has no such flag; {remedy}")
+        return name.replace("_", "-")
 
     def flag(self, name, value):
         """A flag with its value as a word of the command line; a switch takes True or False."""
@@ -51,15 +52,12 @@ class Script:
     def parse(self, flags):
         """The script's arguments; one line and exit code 2 if it does not accept `flags`."""
         flags = tuple(flags)
-        if flags not in self.parsed:
-            self.parsed[flags] = self.parse_anew(flags)
-        return self.parsed[flags]
-
-    def parse_anew(self, flags):
-        message = io.StringIO()
+        if flags in self.parsed:
+            return self.parsed[flags]
         try:
-            with contextlib.redirect_stderr(message), contextlib.redirect_stdout(message):
-                return tyro.cli(self.Args, args=flags)
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+                self.parsed[flags] = tyro.cli(self.Args, args=flags)
+                return self.parsed[flags]
         except SystemExit:
             words = " ".join(flags)
             stop(f"{self.path.name} does not accept {words}; see python {self.path} --help")
@@ -94,6 +92,7 @@ class Order:
             "text": self.script.text,
             "flags": self.flags,
             "steps": self.steps,
+            "total": self.total,
             "until": self.until if self.until != self.total else None,
             "session": session,
             "environment": environment,
@@ -102,7 +101,8 @@ class Order:
 
     def place(self):
         """Make the run's folder, or use the one of the same run; refuse another's."""
-        identity = {"flags": self.flags, "script": hashlib.sha256(self.script.text.encode()).hexdigest()[:12]}
+        own = [word for word in self.flags if not word.startswith(("--run-dir=", "--threads="))]
+        identity = {"flags": own, "script": hashlib.sha256(self.script.text.encode()).hexdigest()[:12]}
         path = self.folder / ORDER
         if path.exists() and json.loads(path.read_text()) != identity:
             remedy = "another edition of the script or other flags ran there; give another folder, or delete this one"
@@ -113,31 +113,47 @@ class Order:
 
 def setting_name(setting):
     """What tables call a setting, a dictionary of flags."""
-    return ", ".join(f"{name}={value}" for name, value in setting.items()) or DEFAULTS
+    return ", ".join(f"{name}={value}" for name, value in setting.items()) or ONLY
 
 
 def folder_name(text):
     return text.replace("/", "-").replace(", ", ",")
 
 
-def check_flags(script, flags):
-    """Refuse flags behind the dashes that the script has not, or that are given before them."""
+def check_flags(script, flags, taken):
+    """Refuse flags after the two dashes that the script does not have, or that are given before them.
+
+    `taken` are the names of those that differ between runs.
+    """
     for word in flags:
         if not word.startswith("--"):
             continue
-        name = word[2:].split("=")[0]
-        if name.replace("-", "_") in OURS:
-            remedies = {"seed": "--seeds", "env_id": "--env-ids", "run_dir": "--out"}
-            remedy = remedies.get(name.replace("-", "_"))
+        name = named(word)
+        if name in OURS:
+            remedy = OURS[name]
             stop(f"{word}: give {remedy} before the two dashes" if remedy else f"{word}: leave it out; launch resumes")
         plain = name.removeprefix("no-")
-        script.check(plain if plain.replace("-", "_") in script.fields else name, word)
+        name = script.check(plain if plain.replace("-", "_") in script.fields else name, word)
+        if name in taken:
+            stop(f"{word}: leave it out here; its values are given before the two dashes")
+
+
+def named(word):
+    """The name of a flag on a command line, with dashes."""
+    return word[2:].split("=")[0].replace("_", "-")
+
+
+def once(argument, names):
+    """Refuse a flag that is given twice by `argument`."""
+    for name in names:
+        if names.count(name) > 1:
+            refuse(argument, name, "give it once, with all of its values")
 
 
 def order(script, env_id, setting, seed, flags, out, threads, label=None, until=None):
     """A run with the flags of `setting`, a dictionary, and `flags`, in out/<script>/<env_id>/<label>/<seed>."""
     words = [script.flag(name, value) for name, value in setting.items()] + flags
-    given = {word[2:].split("=")[0] for word in words if word.startswith("--")}
+    given = {named(word) for word in words if word.startswith("--")}
     args = script.parse(words)
     env_id = env_id or args.env_id
     label = label or setting_name(setting)
@@ -152,21 +168,24 @@ def order(script, env_id, setting, seed, flags, out, threads, label=None, until=
 
 def settings_of(script, grid):
     """Every combination of the values in `grid`, which has a flag's name and its values in each entry."""
-    for name, *values in grid:
-        script.check(name, f"--grid {name}")
-        if name.replace("-", "_") in OURS:
+    choices = {}
+    once("grid", [words[0].replace("_", "-") for words in grid if words])
+    for words in grid:
+        name, *values = words or [""]
+        name = script.check(name, f"--grid {name}")
+        if name in OURS:
             refuse("grid", name, "give --env-ids or --seeds")
         if not values:
-            refuse("grid", name, "give its values behind it")
-    names = [name for name, *_ in grid]
-    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, *values in grid))]
+            refuse("grid", name, "give its values after it")
+        choices[name] = dict.fromkeys(values)
+    return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
 
 
 def orders(script, env_ids, grid, seeds, flags, out, threads):
     """All runs, seed by seed, so that a first row of results is there soon."""
-    check_flags(script, flags)
     settings = settings_of(script, grid)
-    for seed in seeds:
-        for env_id in env_ids or (None,):
+    check_flags(script, flags, settings[0])
+    for seed in dict.fromkeys(seeds):
+        for env_id in dict.fromkeys(env_ids or (None,)):
             for setting in settings:
                 yield order(script, env_id, setting, seed, flags, out, threads)

@@ -4,19 +4,19 @@ import html
 import json
 import statistics
 from collections import defaultdict
-from itertools import cycle
+from itertools import cycle, product
 
 from matplotlib import pyplot as plt
 
 from benchmark.report import figures
 from benchmark.report.curves import end_of, learning_curve
 from benchmark.report.tables import Table
-from launch.worker import summaries
+from launch.worker import done_step, summaries
 
 HEADER = ("environment", "setting", "return", "of each seed", "steps", "steps/s", "minutes")
 ABOUT = """Returns are means over the last tenth of a run's steps, with the standard deviation over seeds. Lines are
 interquartile means over seeds, bands are 95% bootstrap intervals. Minutes are those of training, added up over
-attempts."""
+attempts, without those that were killed."""
 LINES = ("-", "--", "-.", ":")
 PAGE = """\
 <!DOCTYPE html>
@@ -44,9 +44,9 @@ pre {{ white-space: pre-wrap; }}
 
 
 def result(order):
-    """A run's curve, and the summaries of its attempts put together; None if it has no summary."""
+    """A finished run's curve, and the summaries of its attempts put together; None if it is not finished."""
     attempts = summaries(order.folder)
-    if not attempts:
+    if done_step(order.folder) < order.steps or not attempts:
         return None
     folders = {path.parent for path in order.folder.glob("*/events.*")}
     curve = learning_curve(sorted(folders, key=lambda folder: folder.name.rsplit("__", 1)[-1]))
@@ -96,9 +96,9 @@ def write(orders, out, title, command):
     parts = [f"<p>{ABOUT}</p>", f'<div class="wide">{shown.html()}</div>']
     with plt.rc_context(figures.SETTINGS):
         for env_id, settings in groups.items():
-            colors = cycle(color for color, _, _ in list(figures.STYLES.values())[1:7])
-            lines = (line for line in LINES for _ in range(6))
-            styles = {name: (color, line, "") for name, color, line in zip(settings, colors, cycle(lines))}
+            colors = [color for color, _, _ in list(figures.STYLES.values())[1:7]]
+            looks = cycle(product(LINES, colors))
+            styles = {name: (color, line, "") for name, (line, color) in zip(settings, looks, strict=False)}
             picture = figures.save(figures.learning_curves(f"{title}, {env_id}", settings, styles=styles))
             (out / f"curves_{env_id.replace('/', '-')}.svg").write_bytes(picture)
             parts.append(inline(picture))

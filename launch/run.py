@@ -19,7 +19,7 @@ from benchmark.arguments import refuse
 from launch import orders, report
 from launch.board import Board
 from launch.cluster import Cluster, folder_of
-from launch.worker import last_step
+from launch.worker import done_step
 
 
 @dataclass
@@ -35,8 +35,13 @@ class Resources:
     out: Path = Path("runs/launch")
     """folder for the runs, which all machines see"""
 
-    def cluster(self):
-        return Cluster(self.address, self.cpus_per_run, self.gpus_per_run, self.mkl_on_amd, folder_of(self.out))
+    @property
+    def threads(self):
+        return max(1, int(self.cpus_per_run))
+
+    def cluster(self, folder):
+        """The machines for the runs of a folder."""
+        return Cluster(self.address, self.cpus_per_run, self.gpus_per_run, self.mkl_on_amd, folder)
 
 
 @dataclass
@@ -51,30 +56,40 @@ class Args(Resources):
     """a flag of the script and its values; several --grid are combined"""
 
 
-def main(words):
+def parse(words, kind, name, description):
+    """The arguments before the two dashes, and the script's flags after them."""
     at = words.index("--") if "--" in words else len(words)
-    args = tyro.cli(Args, args=words[:at], prog="python -m launch run", description=__doc__)
+    args = tyro.cli(kind, args=words[:at], prog=f"python -m launch {name}", description=description)
     if not args.seeds:
         refuse("seeds", "", "give at least one")
+    return args, words[at + 1 :]
+
+
+def main(words):
+    args, flags = parse(words, Args, "run", __doc__)
     script = orders.Script(args.script)
-    flags = words[at + 1 :]
-    todo = list(
-        orders.orders(script, args.env_ids, args.grid, args.seeds, flags, args.out, max(1, int(args.cpus_per_run)))
-    )
-    cluster = args.cluster()
-    outcomes = run_all(cluster, todo)
-    command = shlex.join(["python", "-m", "launch", "run", *words])
-    out = todo[0].folder.parents[2]
-    print(report.write(todo, out, args.script.stem, command))
-    print(f"\n{out / 'results.html'}")
+    todo = list(orders.orders(script, args.env_ids, args.grid, args.seeds, flags, args.out, args.threads))
+    with folder_of(args.out, script) as folder:
+        outcomes = run_all(args.cluster(folder), todo)
+        command = shlex.join(["python", "-m", "launch", "run", *words])
+        print(report.write(todo, folder, script.path.stem, command))
+        print(f"\n{folder / 'results.html'}")
+    end(outcomes)
+
+
+def end(outcomes):
+    """End with exit code 1 if runs have failed."""
     failed = [name for name, own in outcomes.items() if own["status"] == "failed"]
     if failed:
-        print(f"error: {len(failed)} of {len(todo)} runs failed; the same command tries them again", file=sys.stderr)
+        count = f"{len(failed)} of {len(outcomes)} runs failed"
+        print(f"error: {count}; run the same command to try them again", file=sys.stderr)
         raise SystemExit(1)
 
 
 def run_all(cluster, todo):
-    """Make all runs, and show them; the outcome of each (`worker.train`), by the order's name."""
+    """Execute all runs, and show them; the outcome of each (`worker.train`), by the order's name."""
+    for order in todo:
+        order.place()
     with Board(cluster.session) as board:
         try:
             for order in todo:
@@ -90,9 +105,8 @@ def run_all(cluster, todo):
 
 def begin(order, cluster, board):
     """Queue a run; True if it is finished already."""
-    order.place()
     board.add(order)
-    if last_step(order.folder) >= order.steps:
+    if done_step(order.folder) >= order.steps:
         board.end(order, {"status": "done"})
         return True
     cluster.submit(order)
@@ -104,5 +118,5 @@ def interrupted(cluster, board):
     board.live.stop()
     print("interrupted: waiting for the runs' checkpoints", file=sys.stderr)
     cluster.stop()
-    print("the same command goes on from here", file=sys.stderr)
+    print("run the same command again to continue", file=sys.stderr)
     raise SystemExit(130)

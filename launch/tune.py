@@ -41,12 +41,14 @@ from benchmark.report import figures
 from benchmark.report.tables import Table
 from launch import orders, report
 from launch.board import Board
-from launch.run import Resources, begin, interrupted
-from launch.worker import summaries
+from launch.cluster import folder_of
+from launch.orders import once
+from launch.run import Resources, begin, end, interrupted, parse
+from launch.worker import done_step, summaries
 
 KEEP = 3  # one of so many trials goes on to the next rung
 KEYS = {"low", "high", "log"}  # of a range in a TOML file
-WORST = -math.inf  # the value of a trial that failed, or has not ended an episode
+WORST = -math.inf  # the value of a trial that has not ended an episode
 SHOWN = 10  # trials in the table
 
 
@@ -77,16 +79,21 @@ class Args(Resources):
 def search_space(script, args):
     """The distributions that the arguments ask for, by flag."""
     space = {}
+    once("range", [words[0].replace("_", "-") for words in args.range if words])
+    once("choice", [words[0].replace("_", "-") for words in args.choice if words])
     for words in args.range:
-        name, *limits = words
+        name, *limits = words or [""]
         given = f"--range {' '.join(words)}"
         log = limits[2:] == ["log"]
         try:
             low, high = map(float, limits[:2] if log else limits)
         except ValueError:
-            stop(f"{given}: give a flag, its smallest and largest value, and perhaps log")
+            stop(f"{given}: give a flag, its smallest and largest value, and optionally log")
+        name = script.check(name, given)
         space[name] = between(script, name, low, high, log, given)
-    for name, *values in args.choice:
+    for words in args.choice:
+        name, *values = words or [""]
+        name = script.check(name, f"--choice {name}")
         space[name] = one_of(script, name, values, f"--choice {name}")
     if args.space:
         space |= space_in(script, args.space)
@@ -105,7 +112,8 @@ def space_in(script, path):
     for name, entry in entries.items():
         given = f"--space {path}: {name}"
         if not isinstance(entry, dict) or not ({"choices"} == set(entry) or {"low", "high"} <= set(entry) <= KEYS):
-            stop(f"{given}: give low and high, and perhaps log = true, or choices")
+            stop(f"{given}: give low and high, and optionally log = true, or choices")
+        name = script.check(name, given)
         if "choices" in entry:
             space[name] = one_of(script, name, entry["choices"], given)
         else:
@@ -115,7 +123,6 @@ def space_in(script, path):
 
 def one_of(script, name, values, given):
     """A choice between values of a flag."""
-    script.check(name, given)
     if not values:
         stop(f"{given}: give its values")
     for value in values:
@@ -125,9 +132,10 @@ def one_of(script, name, values, given):
 
 def between(script, name, low, high, log, given):
     """A range of a flag: of whole numbers if those are what the script takes."""
-    script.check(name, given)
     field = script.fields[name.replace("-", "_")]
     whole = field.type is int
+    if whole and (low % 1 or high % 1):
+        stop(f"{given}: give whole numbers")
     kind = IntDistribution if whole else FloatDistribution
     try:
         return kind(*((int(low), int(high)) if whole else (low, high)), log=log)
@@ -140,31 +148,35 @@ def defaults(script, space, flags):
     args = script.parse(flags)
     values = {}
     for name, distribution in space.items():
-        value = getattr(args, name.replace("-", "_"))
-        values[name] = str(value) if isinstance(distribution, CategoricalDistribution) else value
-        if not distribution._contains(distribution.to_internal_repr(values[name])):
-            return None
-    return values
+        field = name.replace("-", "_")
+        value = getattr(args, field)
+        if isinstance(distribution, CategoricalDistribution):
+            for choice in distribution.choices:
+                if getattr(script.parse([script.flag(name, choice)]), field) == value:
+                    values[name] = choice
+        elif value is not None and distribution.low <= value <= distribution.high:
+            values[name] = value
+    return values if len(values) == len(space) else None
 
 
 class Search:
-    """A study and its trials; `flags` are those that all trials share. What it knows is on disk: `brackets` of a search
-    that goes on train nothing again.
-    """
+    """A study and its trials, which share `flags`. All of it is in `folder`: resuming a search retrains nothing."""
 
-    def __init__(self, args, script, space, flags):
+    def __init__(self, args, script, space, flags, folder):
         self.args = args
         self.script = script
         self.space = space
         self.flags = flags
         self.total = script.parse(flags).total_timesteps
         self.rungs = [self.total // KEEP**i for i in reversed(range(args.rungs))]
-        self.folder = args.out.resolve() / script.path.stem
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        if self.rungs[0] < 1:
+            refuse("rungs", args.rungs, f"give fewer, or more than {self.total} steps")
         storage = JournalStorage(JournalFileBackend(str(self.folder / "journal.log")))
-        sampler = optuna.samplers.TPESampler(seed=args.search_seed)
         names = {"study_name": "tune", "load_if_exists": True, "direction": "maximize"}
-        self.study = optuna.create_study(storage=storage, sampler=sampler, **names)
+        self.study = optuna.create_study(storage=storage, **names)
+        seed = args.search_seed + len(self.study.trials)  # a search that continues proposes other settings
+        self.study.sampler = optuna.samplers.TPESampler(seed=seed)
         identity = {"space": {name: repr(kind) for name, kind in space.items()}, "flags": flags, "rungs": self.rungs}
         identity |= {"seeds": list(args.seeds), "env_id": args.env_id}
         if self.study.user_attrs.setdefault("search", identity) != identity:
@@ -174,37 +186,41 @@ class Search:
             self.study.enqueue_trial(own)
 
     def brackets(self):
-        """Numbers of the trials of each bracket: those that there are, then new ones, until there are enough."""
+        """Unfinished brackets: those that have begun, then new ones until there are enough trials."""
+        begun = {}
+        for trial in self.study.trials:
+            if "bracket" in trial.user_attrs:
+                begun.setdefault(trial.user_attrs["bracket"], []).append(trial.number)
+        yield from (Bracket(self, numbers) for numbers in begun.values() if not self.finished(numbers))
         size = KEEP ** (self.args.rungs - 1)
-        for first in range(0, self.args.trials, size):
-            numbers = range(first, min(first + size, self.args.trials))
-            begun = [trial.number for trial in self.study.trials if trial.state != TrialState.WAITING]
-            for _ in set(numbers).difference(begun):
-                self.study.ask(self.space)
-            trials = self.study.trials[first : numbers.stop]
-            if not all(trial.state.is_finished() for trial in trials):
-                yield Bracket(self, [trial.number for trial in trials if trial.state != TrialState.FAIL])
+        number = sum(map(len, begun.values()))
+        while number < self.args.trials:
+            trials = [self.study.ask(self.space) for _ in range(min(size, self.args.trials - number))]
+            for trial in trials:
+                trial.set_user_attr("bracket", trials[0].number)
+            number += len(trials)
+            yield Bracket(self, [trial.number for trial in trials])
+
+    def finished(self, numbers):
+        return all(self.study.trials[number].state.is_finished() for number in numbers)
 
     def order(self, number, seed, rung):
         """The run of a trial with one seed, until a rung."""
         setting = self.study.trials[number].params
         args, label = self.args, f"trial {number}"
-        threads = max(1, int(args.cpus_per_run))
-        own = (self.script, args.env_id, setting, seed, self.flags, args.out, threads)
+        own = (self.script, args.env_id, setting, seed, self.flags, args.out, args.threads)
         return orders.order(*own, label=label, until=self.rungs[rung])
 
     def value(self, number, rung):
-        """How good a trial is at a rung."""
+        """How good a trial is at a rung; WORST if a seed has not ended an episode, None if it has not come that far."""
         returns = []
         for seed in self.args.seeds:
-            at_rung = [part for part in summaries(self.order(number, seed, rung).folder) if self.is_at(part, rung)]
-            returns.append(at_rung[0]["episodic_return"] if at_rung else None)
+            order = self.order(number, seed, rung)
+            if done_step(order.folder) < order.steps:
+                return None
+            at_rung = next(part for part in summaries(order.folder) if part["global_step"] >= order.steps)
+            returns.append(at_rung["episodic_return"])
         return WORST if None in returns else mean(returns)
-
-    def is_at(self, summary, rung):
-        """Whether a run ended at this rung: it was neither interrupted before nor resumed to the next one."""
-        last = rung + 1 == len(self.rungs)
-        return self.rungs[rung] <= summary["global_step"] and (last or summary["global_step"] < self.rungs[rung + 1])
 
 
 class Bracket:
@@ -221,73 +237,82 @@ class Bracket:
         return [self.search.order(number, seed, self.rung) for number in self.numbers for seed in seeds]
 
     def compare(self):
-        """Tell the study how good the trials are at this rung, and keep those that go on to the next one."""
+        """Tell the study how good the trials are at this rung, and keep those that go on to the next one.
+
+        If runs have failed nothing is compared: the same command tries them again.
+        """
         study = self.search.study
         values = {number: self.search.value(number, self.rung) for number in self.numbers}
-        ranked = sorted(self.numbers, key=values.get, reverse=True)
+        if None in values.values():
+            self.numbers = []
+            return
         last = self.rung + 1 == len(self.search.rungs)
-        best = [] if last else ranked[: math.ceil(len(ranked) / KEEP)]
-        going_on = [number for number in best if values[number] > WORST]
+        ranked = sorted(self.numbers, key=values.get, reverse=True)
+        going_on = [] if last else ranked[: math.ceil(len(ranked) / KEEP)]
         for number, value in values.items():
             trial = study.trials[number]
+            if trial.state.is_finished():  # in an earlier session, which was interrupted here
+                continue
             if value > WORST and self.rung not in trial.intermediate_values:
                 optuna.trial.Trial(study, trial._trial_id).report(value, self.rung)
             if number in going_on:
                 continue
-            state = TrialState.FAIL if value == WORST else TrialState.COMPLETE if last else TrialState.PRUNED
-            study.tell(number, value if state == TrialState.COMPLETE else None, state=state, skip_if_finished=True)
+            if not last:
+                study.tell(number, state=TrialState.PRUNED)
+            elif value > WORST:
+                study.tell(number, value)
+            else:
+                study.tell(number, state=TrialState.FAIL)
         self.numbers = going_on
         self.rung += 1
 
 
 def main(words):
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    at = words.index("--") if "--" in words else len(words)
-    args = tyro.cli(Args, args=words[:at], prog="python -m launch tune", description=__doc__)
-    flags = words[at + 1 :]
+    args, flags = parse(words, Args, "tune", __doc__)
     script = orders.Script(args.script)
-    orders.check_flags(script, flags)
     for name in ("trials", "rungs"):
         if getattr(args, name) < 1:
             refuse(name, getattr(args, name), "give at least 1")
-    if not args.seeds:
-        refuse("seeds", "", "give at least one")
     space = search_space(script, args)
-    cluster = args.cluster()
-    search = Search(args, script, space, flags)
-    run_all(cluster, search)
-    write(search, shlex.join(["python", "-m", "launch", "tune", *words]))
+    orders.check_flags(script, flags, space)
+    with folder_of(args.out, script) as folder:
+        search = Search(args, script, space, flags, folder)
+        outcomes = run_all(args.cluster(folder), search)
+        write(search, shlex.join(["python", "-m", "launch", "tune", *words]))
+    end(outcomes)
 
 
 def run_all(cluster, search):
-    """Train all trials: a new bracket begins when those that have begun leave cores idle."""
+    """Train all trials; the outcome of each run. A new bracket begins when those that have begun leave cores idle."""
     with Board(cluster.session) as board:
         coming = search.brackets()
-        waiting = {}  # orders by bracket
+        waiting = {}  # names of orders, by bracket
 
         def start(bracket):
-            waiting[bracket] = {order.name for order in bracket.orders()}
-            for order in bracket.orders():
-                if begin(order, cluster, board):
-                    waiting[bracket].discard(order.name)
+            own = bracket.orders()
+            for order in own:
+                order.place()
+            waiting[bracket] = {order.name for order in own if not begin(order, cluster, board)}
 
         try:
             while True:
-                while len(cluster.tasks) < cluster.slots and (bracket := next(coming, None)):
-                    start(bracket)
                 for bracket, names in list(waiting.items()):
                     if not names:
                         del waiting[bracket]
                         bracket.compare()
                         if bracket.numbers:
                             start(bracket)
-                if not waiting and not cluster.tasks:
-                    break
-                for order, outcome in cluster.finished():
-                    board.end(order, outcome)
-                    for names in waiting.values():
-                        names.discard(order.name)
-                board.refresh()
+                if len(cluster.tasks) < cluster.slots and all(waiting.values()) and (new := next(coming, None)):
+                    start(new)
+                elif cluster.tasks:
+                    for order, outcome in cluster.finished():
+                        board.end(order, outcome)
+                        for names in waiting.values():
+                            names.discard(order.name)
+                    board.refresh()
+                elif not waiting:
+                    return board.outcomes
         except KeyboardInterrupt:
             interrupted(cluster, board)
 

@@ -4,6 +4,7 @@ All machines see the run's folder. It holds what the driver has ordered (ORDER),
 and the run folder of each attempt, which resumes the one before from its checkpoint.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 
 ORDER = "order.json"
 STARTED = "started.json"
+DONE = "done.json"  # the step at which the script last ended without an error
 LOG = "log.txt"
 SECONDS_TO_STOP = 120  # for the checkpoint, before a run that was asked to end is killed
 UNTIL = '''\
@@ -55,12 +57,11 @@ def train(order):
     if not (folder / ORDER).exists():
         remedy = "give --out a folder on a file system that all machines share"
         return {"status": "failed", "line": f"{node} does not see {folder}: {remedy}"}
-    if last_step(folder) >= order["steps"]:
+    if done_step(folder) >= order["steps"]:
         return {"status": "done"}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for ray.cancel; a shell's background jobs ignore it
-    started = folder / f"{STARTED}.tmp"
-    started.write_text(json.dumps({"session": order["session"], "node": node}))
-    os.replace(started, folder / STARTED)  # the driver never sees half of it
+    write(folder / STARTED, {"session": order["session"], "node": node})
+    log_start = (folder / LOG).stat().st_size if (folder / LOG).exists() else 0
     process = start(order, folder)
     try:
         while process.poll() is None:
@@ -74,8 +75,11 @@ def train(order):
             process.wait()
         return {"status": "interrupted"}
     if process.returncode == 0:
+        write(folder / DONE, order["steps"])
         return {"status": "done"}
-    return {"status": "failed", "line": last_line(folder / LOG) or f"exit code {process.returncode}"}
+    killed = f"killed by signal {-process.returncode}" if process.returncode < 0 else ""
+    line = killed or last_line(folder / LOG, log_start) or f"exit code {process.returncode}"
+    return {"status": "failed", "line": line}
 
 
 def start(order, folder):
@@ -89,6 +93,8 @@ def start(order, folder):
     checkpoint = newest_checkpoint(folder)
     if checkpoint:
         words.append(f"--resume={checkpoint.parent}")
+        if step_of(checkpoint) >= order["total"]:  # killed when only the summary was missing: the script wants a step
+            words.append(f"--total-timesteps={step_of(checkpoint) + 1}")
     variables = os.environ | order["environment"]
     variables["PYTHONPATH"] = os.pathsep.join([*order["path"], os.environ.get("PYTHONPATH", "")])
     with open(folder / LOG, "a") as log:
@@ -108,26 +114,46 @@ def newest_checkpoint(folder):
     return max(folder.glob("*/checkpoint.pt"), key=lambda path: path.stat().st_mtime, default=None)
 
 
+def step_of(checkpoint):
+    """The environment step of a checkpoint; 0 if it cannot be read, as the script will say."""
+    try:
+        import torch
+
+        return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+    except Exception:
+        return 0
+
+
 def summaries(folder):
     """The summaries of a run's attempts, by the steps they came to; those of killed attempts are missing."""
-    read = [json.loads(path.read_text()) | {"folder": path.parent} for path in folder.glob("*/summary.json")]
-    return sorted(read, key=lambda summary: summary["global_step"])
+    found = []
+    for path in folder.glob("*/summary.json"):
+        with contextlib.suppress(ValueError):  # the disk was full
+            found.append(json.loads(path.read_text()))
+    return sorted(found, key=lambda summary: summary["global_step"])
 
 
-def last_step(folder):
-    """The step that a run has come to, as far as its attempts have ended cleanly."""
-    return max((summary["global_step"] for summary in summaries(folder)), default=0)
+def done_step(folder):
+    """The step that a run has been trained to; 0 as long as no attempt has ended without an error."""
+    return json.loads((folder / DONE).read_text()) if (folder / DONE).exists() else 0
 
 
-def last_line(log):
-    """The last line of a log, without progress bars."""
-    lines = re.split(r"[\r\n]+", tail(log))
-    lines = [line.strip() for line in lines if line.strip() and "step/s" not in line]
+def write(path, content):
+    """Write a JSON file that nobody sees half of."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(json.dumps(content))
+    os.replace(temporary, path)
+
+
+def last_line(log, begin=0):
+    """The last line of a log from the byte `begin` on, without progress bars."""
+    lines = re.split(r"[\r\n]+", tail(log, begin))
+    lines = [line.strip() for line in lines if line.strip() and not re.search(r"step/s\b|s/step\b", line)]
     return lines[-1] if lines else ""
 
 
-def tail(log):
-    """The end of a log."""
+def tail(log, begin=0):
+    """The end of a log, from the byte `begin` on at most."""
     with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - 20_000))
+        file.seek(max(begin, log.stat().st_size - 20_000))
         return file.read().decode(errors="replace")

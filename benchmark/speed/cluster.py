@@ -1,9 +1,11 @@
 """Speed rounds on a Ray cluster. A round runs on one machine, and has all of it: ratios compare modes, not machines."""
 
 import ray
+from ray.exceptions import NodeDiedError, TaskUnschedulableError, WorkerCrashedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from benchmark import ROOT
+from benchmark.arguments import stop
 from benchmark.report.machine import machine
 from launch.cluster import connect
 
@@ -41,7 +43,14 @@ class Machines:
             while left and self.free:
                 node, job = self.free.pop(), left.pop(0)
                 running[here_and_alone(node, train).remote(job)] = (job, node)
+            if not running:
+                stop("all machines of the cluster are gone; run the same command again to continue")
             (task,), _ = ray.wait(list(running))
             job, node = running.pop(task)
+            try:
+                results = ray.get(task)
+            except (NodeDiedError, TaskUnschedulableError, WorkerCrashedError):  # another machine gets the round
+                left.append(job)
+                continue
             self.free.append(node)
-            yield job, self.kinds[node["NodeID"]], ray.get(task)
+            yield job, self.kinds[node["NodeID"]], results

@@ -286,7 +286,7 @@ def measure(todo, out, here):
 
 
 def measure_on_cluster(todo, out, address):
-    """Run all rounds that are not finished on any machine like those of a cluster; the folders of such machines."""
+    """Run all unfinished rounds on a cluster; the result folders of its kinds of machines."""
     try:
         from benchmark.speed.cluster import Machines
     except ImportError as error:

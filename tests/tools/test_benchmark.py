@@ -427,7 +427,7 @@ lines = dict(threads=flags["threads"], begin=begin, end=time.time(), global_step
     (tmp_path / "leanrl").mkdir()
     program(tmp_path / "leanrl" / "dqn.py", body)
     monkeypatch.setattr(matrix, "ROOT", tmp_path)
-    monkeypatch.setattr(matrix, "curve", lambda folder: [])
+    monkeypatch.setattr(matrix, "learning_curve", lambda folder: [])
     monkeypatch.setattr(matrix.os, "cpu_count", lambda: 4)
     settings = {"learn": True, "modes": ("plain",), "env_ids": ("CartPole-v1", "Acrobot-v1"), "parallel": 2}
     assert matrix_of(tmp_path, **settings) == 0

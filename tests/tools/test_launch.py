@@ -157,6 +157,7 @@ def processes(folder):
     return found
 
 
+@pytest.mark.thorough
 def test_a_grid_is_run_as_by_hand_and_only_once(script):
     done = launch(script, "--grid", "learning-rate", "1", "2", seeds=(1, 2))
     assert done.returncode == 0, done.stderr
@@ -183,13 +184,13 @@ def test_a_grid_is_run_as_by_hand_and_only_once(script):
 def test_a_crash_ends_one_run_alone_and_is_tried_again(script):
     crashed = launch(script, flags=("--crash",))
     assert crashed.returncode == 1
-    assert "failed: Walk-v0 defaults seed 2: error: out of luck" in crashed.stderr.splitlines()
-    assert "error: 1 of 3 runs failed; the same command tries them again" in crashed.stderr.splitlines()
+    assert "failed: Walk-v0 base seed 2: error: out of luck" in crashed.stderr.splitlines()
+    assert "error: 1 of 3 runs failed; run the same command to try them again" in crashed.stderr.splitlines()
     folder = script.parent / "runs" / "walk"
-    assert set(values(folder)) == {"Walk-v0/defaults/1", "Walk-v0/defaults/3"}
+    assert set(values(folder)) == {"Walk-v0/base/1", "Walk-v0/base/3"}
     assert launch(script, flags=("--crash",)).returncode == 1
-    # Five is the last checkpoint before the crash: not even a crash starts over.
-    assert starts(folder)["Walk-v0/defaults/2"] == [0, 7 - 1] and len(starts(folder)["Walk-v0/defaults/1"]) == 1
+    # Six is the last checkpoint before the crash: not even a crash starts over.
+    assert starts(folder)["Walk-v0/base/2"] == [0, 6] and len(starts(folder)["Walk-v0/base/1"]) == 1
 
 
 @pytest.mark.thorough
@@ -205,13 +206,13 @@ def test_an_interrupt_ends_runs_with_their_checkpoints_and_the_command_goes_on(s
     os.killpg(process.pid, kind)  # as a terminal and a scheduler do: to all processes of the group
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "the same command goes on from here" in err.splitlines() and "Traceback" not in err
+    assert "run the same command again to continue" in err.splitlines() and "Traceback" not in err
     assert not processes(folder)
     interrupted = values(folder)
     assert interrupted and all(0 < step < 20 for step, _ in interrupted.values())
     assert launch(script, flags=flags).returncode == 0
     for seed in (1, 2, 3):
-        name = f"Walk-v0/defaults/{seed}"
+        name = f"Walk-v0/base/{seed}"
         assert values(folder)[name] == (20, by_hand(script, seed))
         assert starts(folder)[name] == [0] + ([interrupted[name][0]] if name in interrupted else [])
 
@@ -252,7 +253,7 @@ def test_a_machine_that_dies_costs_no_run_and_no_start_over(script, cluster):
     found = values(folder)
     assert len(found) == 12
     for seed in seeds:
-        assert found[f"Walk-v0/defaults/{seed}"] == (20, by_hand(script, seed))
+        assert found[f"Walk-v0/base/{seed}"] == (20, by_hand(script, seed))
 
 
 def test_a_run_ends_at_the_step_that_it_is_to_stop_at(script, tmp_path):
@@ -262,21 +263,26 @@ def test_a_run_ends_at_the_step_that_it_is_to_stop_at(script, tmp_path):
         order = orders.order(script, None, {}, 5, [], tmp_path / "parts", 1, until=until)
         order.place()
         assert worker.train(order.message("", {})) == {"status": "done"}
-        assert worker.last_step(order.folder) == (until or 20)
-    assert starts(tmp_path / "parts" / "walk") == {"Walk-v0/defaults/5": [0, 8]}
-    assert values(tmp_path / "parts" / "walk")["Walk-v0/defaults/5"] == (20, by_hand(script.path, 5))
+        assert worker.done_step(order.folder) == (until or 20)
+    assert starts(tmp_path / "parts" / "walk") == {"Walk-v0/base/5": [0, 8]}
+    assert values(tmp_path / "parts" / "walk")["Walk-v0/base/5"] == (20, by_hand(script.path, 5))
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--grid", "learning_rat", "1"], "--grid learning_rat: walk.py has no such flag; give learning-rate"),
-        (["--grid", "learning-rate"], "--grid learning-rate: give its values behind it"),
+        (["--grid", "learning-rate"], "--grid learning-rate: give its values after it"),
         (["--grid", "seed", "1"], "--grid seed: give --env-ids or --seeds"),
         (["--grid", "learning-rate", "fast"], "walk.py does not accept --learning-rate=fast; see python .*--help"),
         (["--", "--learning-rat", "1"], "--learning-rat: walk.py has no such flag; give learning-rate"),
         (["--", "--seed", "1"], "--seed: give --seeds before the two dashes"),
         (["--", "--resume", "x"], "--resume: leave it out; launch resumes"),
+        (["--grid", "threads", "1", "--grid", "threads", "2"], "--grid threads: give it once, with all of its values"),
+        (
+            ["--grid", "threads", "1", "--", "--threads=2"],
+            "--threads=2: leave it out here; .*",
+        ),
         (["--seeds"], "--seeds : give at least one"),
     ],
 )
@@ -300,7 +306,7 @@ def test_bad_input_is_refused_in_one_line(script, words, said, capsys):
 def test_what_the_cluster_has_not_is_refused(script, words, said):
     done = launch(script, *words)
     assert done.returncode == 2 and re.fullmatch(f"error: {said}", done.stderr.strip()), done.stderr
-    assert not (script.parent / "runs" / "walk").exists()
+    assert [path.name for path in (script.parent / "runs" / "walk").iterdir()] == ["lock"]
 
 
 def test_a_script_that_is_none_is_refused(tmp_path, capsys):
@@ -315,7 +321,7 @@ def test_another_edition_of_a_script_needs_another_folder(script):
     assert launch(script, seeds=(1,)).returncode == 0
     script.write_text(STAND_IN.replace("* 7", "* 9"))
     done = launch(script, seeds=(1,))
-    folder = script.parent / "runs" / "walk" / "Walk-v0" / "defaults" / "1"
+    folder = script.parent / "runs" / "walk" / "Walk-v0" / "base" / "1"
     remedy = "another edition of the script or other flags ran there; give another folder, or delete this one"
     assert done.returncode == 2 and done.stderr.strip() == f"error: {folder}: {remedy}"
     assert len(values(folder.parent)) == 1
@@ -455,7 +461,7 @@ def test_a_search_space_can_be_a_file(script, tmp_path, capsys):
     path.write_text("[learning-rate]\nlow = 0.1")
     with pytest.raises(SystemExit):
         tuning.space_in(orders.Script(script), path)
-    remedy = "give low and high, and perhaps log = true, or choices"
+    remedy = "give low and high, and optionally log = true, or choices"
     assert capsys.readouterr().err == f"error: --space {path}: learning-rate: {remedy}\n"
 
 
@@ -589,15 +595,16 @@ def test_the_slurm_recipe_is_queued_again_and_goes_on(script):
     folder = script.parent
     (folder / "bin").mkdir()
     for name, body in {
-        "srun": 'exec "$@"',
+        "srun": 'shift; exec "$@"',  # without its --cpus-per-task
         "scontrol": f'[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> {folder}/scontrol.txt',
     }.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / "bin" / name).chmod(0o755)
+    port = free_port()
     flags = ("--seconds", "0.5", "--checkpoint-interval", "1000")
     words = words_of(script, flags=flags)
     text = re.sub(r"(?m)^python -m launch .*(?= &$)", shlex.join(words), RECIPE.read_text())
-    text = text.replace("6379", str(free_port())).replace("symmetric-run", "symmetric-run --num-cpus=2")
+    text = text.replace("6379", str(port)).replace("symmetric-run", "symmetric-run --num-cpus=2")
     assert shlex.join(words) in text
     (folder / "job.sh").write_text(text)
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
@@ -613,13 +620,13 @@ def test_the_slurm_recipe_is_queued_again_and_goes_on(script):
         assert (folder / "scontrol.txt").read_text() == "requeue 7\n"
         interrupted = values(folder / "runs" / "walk")
         assert interrupted and all(0 < step < 20 for step, _ in interrupted.values())
-        stop_ray()
+        stop_ray(port)
         assert subprocess.run(["bash", str(folder / "job.sh")], **job, timeout=200).returncode == 0
     finally:
-        stop_ray()
+        stop_ray(port)
     assert (folder / "scontrol.txt").read_text() == "requeue 7\n"
     for seed in (1, 2, 3):
-        assert values(folder / "runs" / "walk")[f"Walk-v0/defaults/{seed}"] == (20, by_hand(script, seed))
+        assert values(folder / "runs" / "walk")[f"Walk-v0/base/{seed}"] == (20, by_hand(script, seed))
 
 
 def free_port():
@@ -628,7 +635,7 @@ def free_port():
         return free.getsockname()[1]
 
 
-def stop_ray():
-    """End what the recipe's second command leaves: under Slurm that ends with the job."""
-    subprocess.run(["pkill", "-f", "symmetric-run|^sleep infinity"], check=False)
-    subprocess.run([str(Path(sys.executable).parent / "ray"), "stop"], capture_output=True, check=False)
+def stop_ray(port):
+    """Kill what is left of the recipe's second command: under Slurm that ends with the job."""
+    while subprocess.run(["pkill", "-9", "-f", f"[:=]{port}( |$)"]).returncode == 0:
+        time.sleep(0.2)
