@@ -104,7 +104,9 @@ def test_what_torch_has_cached_for_the_cpu_is_not_taken():
     assert len(programs.codes) == 1
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    "capability", [90, *(pytest.param(older_or_newer, marks=pytest.mark.thorough) for older_or_newer in (80, 100))]
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "dqn" else [pytest.mark.thorough]) for name in TURBO]
 )

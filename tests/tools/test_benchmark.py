@@ -136,6 +136,7 @@ def test_a_round_is_interleaved(tmp_path):
     assert log.read_text() == "abababbb"
 
 
+@pytest.mark.thorough
 def test_a_real_round(tmp_path):
     flags = ["--modes", "plain", "eager", "--seeds", "1", "--env-id", "Pendulum-v1", "--total-timesteps", "5300"]
     command = [sys.executable, "-m", "benchmark.speed.compare", *flags, "--run-dir", str(tmp_path)]
@@ -551,6 +552,7 @@ def test_overhead_is_a_ratio_to_the_run_alone():
     assert ratio == 0.8 and 0.65 < low < 0.75 and 0.85 < high <= 1
 
 
+@pytest.mark.thorough
 def test_programs_with_instruments_train_interleaved(tmp_path):
     programs = {
         "none": [*instrument_overhead.INSTRUMENTED, "", "dqn"],
