@@ -396,6 +396,10 @@ def test_tuning_trains_the_best_third_on_and_no_step_twice(hill):
     more = tune(hill, *TUNED, "--trials", "11")
     assert more.returncode == 0 and len(starts(folder)) == 22
     assert all(starts(folder)[name] == steps for name, steps in begun.items())
+    still_more = tune(hill, *TUNED, "--trials", "14")
+    assert still_more.returncode == 0, still_more.stderr
+    rates = [json.loads(path.read_text())["learning_rate"] for path in folder.rglob("1/*/summary.json")]
+    assert len(set(rates)) == 14  # none is proposed twice
     other = tune(hill, *TUNED, "--rungs", "2")
     assert other.returncode == 2 and "has another search; give another folder, or delete this one" in other.stderr
 
@@ -501,6 +505,12 @@ def test_a_trial_at_a_rung_is_what_an_uninterrupted_run_was_there(name, tmp_path
     tuned = torch.load(worker.newest_checkpoint(order.folder), weights_only=True)
     assert tuned["global_step"] == 900
     assert_equal(tuned["learner"], torch.load(path, weights_only=True)["learner"])
+
+    (order.folder / worker.DONE).unlink()  # as if it had been killed after its last checkpoint
+    for path in order.folder.glob("*/summary.json"):
+        path.unlink()
+    assert worker.train(order.message("", {})) == {"status": "done"}
+    assert worker.summaries(order.folder)
 
 
 KEEP_CHECKPOINTS = """
