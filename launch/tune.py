@@ -251,7 +251,7 @@ class Bracket:
         going_on = [] if last else ranked[: math.ceil(len(ranked) / KEEP)]
         for number, value in values.items():
             trial = study.trials[number]
-            if trial.state.is_finished():  # in an earlier session, which was interrupted here
+            if trial.state.is_finished():  # by a command that was interrupted here
                 continue
             if value > WORST and self.rung not in trial.intermediate_values:
                 optuna.trial.Trial(study, trial._trial_id).report(value, self.rung)
