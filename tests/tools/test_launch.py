@@ -649,3 +649,19 @@ def stop_ray(port):
     """Kill what is left of the recipe's second command: under Slurm that ends with the job."""
     while subprocess.run(["pkill", "-9", "-f", f"[:=]{port}( |$)"]).returncode == 0:
         time.sleep(0.2)
+
+
+def test_two_commands_do_not_share_a_folder(script, tmp_path, capsys):
+    from launch.cluster import folder_of
+
+    script = orders.Script(script)
+    with (
+        folder_of(tmp_path / "runs", script) as folder,
+        pytest.raises(SystemExit),
+        folder_of(tmp_path / "runs", script),
+    ):
+        pass
+    remedy = f"another command is using {folder}; wait for it, or give another folder"
+    assert capsys.readouterr().err == f"error: --out {tmp_path / 'runs'}: {remedy}\n"
+    with folder_of(tmp_path / "runs", script):
+        pass
