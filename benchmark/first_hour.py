@@ -24,6 +24,7 @@ from benchmark.arguments import check, parse, stop
 from benchmark.report.machine import machine
 from benchmark.results import RESULTS, path_here, store
 from benchmark.speed import rounds
+from launch.worker import end_with_parent
 
 SPEED = "-m benchmark.speed --quick"
 FASTEST = f"{SPEED} --modes plain compile+cudagraphs"
@@ -90,7 +91,7 @@ def finished(path, step):
 def run(words, log, seconds):
     """Run a command with its output in a file; its exit code, or None if it did not end in time."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    own_session = {"start_new_session": True, "preexec_fn": rounds.end_with_parent}
+    own_session = {"start_new_session": True, "preexec_fn": end_with_parent}
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, **own_session

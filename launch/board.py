@@ -15,6 +15,7 @@ BAR = re.compile(  # the scripts' progress bar
     r"(?:, return=(?P<return>[-\d.enaif]+))?"
 )
 COLUMNS = ("run", "state", "step", "return", "steps/s", "time left", "machine")
+STATES = ("failed", "running", "queued", "interrupted", "done")  # as the table shows them, from the top
 MARGIN = 6  # lines of the terminal that are not used for runs
 
 
@@ -38,6 +39,7 @@ class Board:
         self.session = session
         self.rows = {}  # order by name
         self.outcomes = {}
+        self.ended = {}  # rows of the table, of runs that are over
         self.console = Console(file=sys.stderr)
         self.live = Live(self.table(), console=self.console, auto_refresh=False, transient=True)
 
@@ -52,10 +54,12 @@ class Board:
     def add(self, order):
         self.rows[order.name] = order
         self.outcomes.pop(order.name, None)
+        self.ended.pop(order.name, None)
 
     def end(self, order, outcome):
         """Tell that a run is over."""
         self.outcomes[order.name] = outcome
+        self.ended[order.name] = self.state(order)
         line = f": {outcome['line']}" if "line" in outcome else ""
         if not self.console.is_terminal or line:
             text = f"{outcome['status']}: {order.name}{line}"
@@ -82,13 +86,12 @@ class Board:
 
     def table(self):
         table = Table(*COLUMNS, box=None)
-        rows = {name: self.state(order) for name, order in self.rows.items()}
-        order = ("failed", "running", "queued", "interrupted", "done")
-        names = sorted(rows, key=lambda name: order.index(rows[name]["state"]))
+        rows = {name: self.ended.get(name) or self.state(order) for name, order in self.rows.items()}
+        names = sorted(rows, key=lambda name: STATES.index(rows[name]["state"]))
         shown = names[: max(3, self.console.size.height - MARGIN)]
         for name in shown:
             table.add_row(name, *(rows[name].get(column, "") for column in COLUMNS[1:]))
         states = [row["state"] for row in rows.values()]
-        counts = ", ".join(f"{states.count(state)} {state}" for state in order if state in states)
+        counts = ", ".join(f"{states.count(state)} {state}" for state in STATES if state in states)
         table.caption = counts if len(shown) == len(names) else f"{counts}; {len(names) - len(shown)} not shown"
         return table

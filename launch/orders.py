@@ -33,19 +33,20 @@ class Script:
         self.Args = load_script("launch", str(self.path)).Args
         self.text = self.path.read_text()
         self.parsed = {}
-        self.fields = {field.name: field for field in dataclasses.fields(self.Args)}
+        self.fields = {field.name.replace("_", "-"): field for field in dataclasses.fields(self.Args)}
 
     def check(self, name, given):
         """The name of a flag, with dashes; refuses what the script does not have. `given` is what the user wrote."""
-        if name.replace("-", "_") not in self.fields:
-            close = difflib.get_close_matches(name.replace("-", "_"), self.fields, n=1)
-            remedy = f"give {close[0].replace('_', '-')}" if close else f"see python {self.path} --help"
+        name = name.replace("_", "-")
+        if name not in self.fields:
+            close = difflib.get_close_matches(name, self.fields, n=1)
+            remedy = f"give {close[0]}" if close else f"see python {self.path} --help"
             stop(f"{given}: {self.path.name} has no such flag; {remedy}")
-        return name.replace("_", "-")
+        return name
 
     def flag(self, name, value):
         """A flag with its value as a word of the command line; a switch takes True or False."""
-        if self.fields[name.replace("-", "_")].type is bool and value in SWITCH:
+        if self.fields[name].type is bool and value in SWITCH:
             return f"--{name}" if SWITCH[value] else f"--no-{name}"
         return f"--{name}={value}"
 
@@ -133,7 +134,7 @@ def check_flags(script, flags, taken):
             remedy = OURS[name]
             stop(f"{word}: give {remedy} before the two dashes" if remedy else f"{word}: leave it out; launch resumes")
         plain = name.removeprefix("no-")
-        name = script.check(plain if plain.replace("-", "_") in script.fields else name, word)
+        name = script.check(plain if plain in script.fields else name, word)
         if name in taken:
             stop(f"{word}: leave it out here; its values are given before the two dashes")
 
@@ -143,8 +144,9 @@ def named(word):
     return word[2:].split("=")[0].replace("_", "-")
 
 
-def once(argument, names):
-    """Refuse a flag that is given twice by `argument`."""
+def once(argument, lists):
+    """Refuse a flag that is given twice by `argument`; each of `lists` starts with a flag's name."""
+    names = [words[0].replace("_", "-") for words in lists if words]
     for name in names:
         if names.count(name) > 1:
             refuse(argument, name, "give it once, with all of its values")
@@ -169,7 +171,7 @@ def order(script, env_id, setting, seed, flags, out, threads, label=None, until=
 def settings_of(script, grid):
     """Every combination of the values in `grid`, which has a flag's name and its values in each entry."""
     choices = {}
-    once("grid", [words[0].replace("_", "-") for words in grid if words])
+    once("grid", grid)
     for words in grid:
         name, *values = words or [""]
         name = script.check(name, f"--grid {name}")

@@ -10,7 +10,8 @@ from matplotlib import pyplot as plt
 
 from benchmark.report import figures
 from benchmark.report.curves import end_of, learning_curve
-from benchmark.report.tables import Table
+from benchmark.report.tables import Table, mean_and_deviation
+from launch.orders import folder_name
 from launch.worker import done_step, summaries
 
 HEADER = ("environment", "setting", "return", "of each seed", "steps", "steps/s", "minutes")
@@ -71,15 +72,12 @@ def table(groups):
     for env_id, settings in groups.items():
         for setting, results in settings.items():
             ends = {own["seed"]: end_of(own["curve"]) for own in results if own["curve"]}
-            middle = f"{statistics.mean(ends.values()):.1f}" if ends else "no episode has ended"
-            if len(ends) > 1:
-                middle += f" ± {statistics.stdev(ends.values()):.1f}"
             speeds = [own["steady_sps"] for own in results if own["steady_sps"]]
             rows.append(
                 [
                     env_id,
                     setting,
-                    middle,
+                    mean_and_deviation(ends.values()) if ends else "no episode has ended",
                     ", ".join(f"{seed}: {end:.1f}" for seed, end in ends.items()),
                     f"{min(own['global_step'] for own in results)}",
                     f"{statistics.median(speeds):.0f}" if speeds else "",
@@ -100,7 +98,7 @@ def write(orders, out, title, command):
             looks = cycle(product(LINES, colors))
             styles = {name: (color, line, "") for name, (line, color) in zip(settings, looks, strict=False)}
             picture = figures.save(figures.learning_curves(f"{title}, {env_id}", settings, styles=styles))
-            (out / f"curves_{env_id.replace('/', '-')}.svg").write_bytes(picture)
+            (out / f"curves_{folder_name(env_id)}.svg").write_bytes(picture)
             parts.append(inline(picture))
         plt.close("all")
     (out / "results.md").write_text(f"{shown.markdown()}\n")

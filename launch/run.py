@@ -3,8 +3,8 @@
     python -m launch run leanrl/td3_continuous_action_torchcompile.py --env-ids HalfCheetah-v5 Hopper-v5 \\
         --seeds 1 2 3 --grid learning-rate 3e-4 1e-3 -- --compile --total-timesteps 200000
 
-What follows the two dashes goes to the script. The same command goes on where it was interrupted: finished runs are not
-run again, others resume from their last checkpoint. Results are in <out>/<script>: results.html, and a folder per run.
+What follows the two dashes goes to the script. Run the same command again to continue: finished runs are not run
+again, others resume from their last checkpoint. Results are in <out>/<script>: results.html, and a folder per run.
 """
 
 import shlex

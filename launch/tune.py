@@ -9,7 +9,7 @@ the mean return of the last 20 episodes, averaged over the seeds. Trials come in
 one from its checkpoints, and so on. With 3 rungs these are a ninth, a third and all of --total-timesteps. Schedules are
 those of the whole run, and no step is trained twice.
 
-The same command goes on where it was interrupted. A search space can be a file, too:
+Run the same command again to continue or to extend a search. A search space can be a file, too:
 
     [learning-rate]
     low = 1e-4
@@ -79,8 +79,8 @@ class Args(Resources):
 def search_space(script, args):
     """The distributions that the arguments ask for, by flag."""
     space = {}
-    once("range", [words[0].replace("_", "-") for words in args.range if words])
-    once("choice", [words[0].replace("_", "-") for words in args.choice if words])
+    once("range", args.range)
+    once("choice", args.choice)
     for words in args.range:
         name, *limits = words or [""]
         given = f"--range {' '.join(words)}"
@@ -125,20 +125,21 @@ def one_of(script, name, values, given):
     """A choice between values of a flag."""
     if not values:
         stop(f"{given}: give its values")
+    values = [str(value) for value in values]
     for value in values:
-        script.parse([script.flag(name, str(value))])
-    return CategoricalDistribution([str(value) for value in values])
+        script.parse([script.flag(name, value)])
+    return CategoricalDistribution(values)
 
 
 def between(script, name, low, high, log, given):
     """A range of a flag: of whole numbers if those are what the script takes."""
-    field = script.fields[name.replace("-", "_")]
-    whole = field.type is int
+    whole = script.fields[name].type is int
     if whole and (low % 1 or high % 1):
         stop(f"{given}: give whole numbers")
-    kind = IntDistribution if whole else FloatDistribution
     try:
-        return kind(*((int(low), int(high)) if whole else (low, high)), log=log)
+        if whole:
+            return IntDistribution(int(low), int(high), log=log)
+        return FloatDistribution(low, high, log=log)
     except ValueError as error:
         stop(f"{given}: {error}")
 
@@ -148,7 +149,7 @@ def defaults(script, space, flags):
     args = script.parse(flags)
     values = {}
     for name, distribution in space.items():
-        field = name.replace("-", "_")
+        field = script.fields[name].name
         value = getattr(args, field)
         if isinstance(distribution, CategoricalDistribution):
             for choice in distribution.choices:
@@ -179,7 +180,7 @@ class Search:
         self.study.sampler = optuna.samplers.TPESampler(seed=seed)
         identity = {"space": {name: repr(kind) for name, kind in space.items()}, "flags": flags, "rungs": self.rungs}
         identity |= {"seeds": list(args.seeds), "env_id": args.env_id}
-        if self.study.user_attrs.setdefault("search", identity) != identity:
+        if self.study.user_attrs.get("search", identity) != identity:
             refuse("out", args.out, f"{self.folder} has another search; give another folder, or delete this one")
         self.study.set_user_attr("search", identity)
         if not self.study.trials and (own := defaults(script, space, flags)):

@@ -1,4 +1,5 @@
-"""What a machine of the cluster does for one run. Ray sends this code along: it imports the standard library alone.
+"""What a machine of the cluster does for one run. Ray sends this code along: at its top it imports the standard library
+alone.
 
 All machines see the run's folder. It holds what the driver has ordered (ORDER), the script, the log of all attempts,
 and the run folder of each attempt, which resumes the one before from its checkpoint.
@@ -48,7 +49,7 @@ script.train(script.parse_args(), on_start=stop_at_step)
 
 
 def train(order):
-    """Make the run that `order`, a dictionary made by `Order.message`, describes, or finish it: what came of it.
+    """Make the run that `order`, a dictionary made by `Order.message`, describes, or finish it: its outcome.
 
     That is a status ("done", "failed", "interrupted") and, where it failed, the last line of its log.
     """
@@ -93,8 +94,9 @@ def start(order, folder):
     checkpoint = newest_checkpoint(folder)
     if checkpoint:
         words.append(f"--resume={checkpoint.parent}")
-        if step_of(checkpoint) >= order["total"]:  # killed when only the summary was missing: the script wants a step
-            words.append(f"--total-timesteps={step_of(checkpoint) + 1}")
+        step = step_of(checkpoint)
+        if step >= order["total"]:  # killed when only the summary was missing: the script wants a step
+            words.append(f"--total-timesteps={step + 1}")
     variables = os.environ | order["environment"]
     variables["PYTHONPATH"] = os.pathsep.join([*order["path"], os.environ.get("PYTHONPATH", "")])
     with open(folder / LOG, "a") as log:

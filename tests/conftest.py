@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import os
+import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: processes that share cores wait for threads
@@ -33,6 +34,14 @@ MODES = {
     "cudagraphs": {"cudagraphs": True},
     "compile+cudagraphs": {"compile": True, "cudagraphs": True},
 }
+
+
+def wait_for(condition, seconds=120):
+    """Wait until `condition()` is true; an error if it is not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Countdown(gym.Env):

@@ -119,8 +119,8 @@ def read(data):
 def learning_curve(folders):
     """Episodic returns of a run, as [step, seconds of training, mean return] of at most POINTS equal parts.
 
-    A run that was interrupted has several folders, in this order. What a killed part has made after the checkpoint
-    that the next one resumed from does not count.
+    A run that was interrupted has several folders, in this order. Of a killed part, the
+    episodes from the step on at which the first one of the next part has ended do not count.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

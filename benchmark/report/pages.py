@@ -21,7 +21,7 @@ from benchmark import ROOT, editions, published
 from benchmark.algorithms import ALGORITHMS, named
 from benchmark.report import curves, figures
 from benchmark.report.machine import describe
-from benchmark.report.tables import Table, spread, with_table
+from benchmark.report.tables import Table, mean_and_deviation, spread, with_table
 from benchmark.speed.rounds import MKL, MODES, PEERS
 from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, mkl, scaling
 from benchmark.studies.tips import before_after
@@ -185,15 +185,12 @@ def learning_row(algo, env_id, mode, runs):
     if not done:
         return [name, mode, "; ".join(said) or "no episode has ended", "", "", "", ""]
     ends = [curves.end_of(run["curve"]) for run in done]
-    middle = f"{statistics.mean(ends):.1f}"
-    if len(ends) > 1:
-        middle += f" ± {statistics.stdev(ends):.1f}"
     each = [f"{run['seed']}: {end:.1f}" for run, end in zip(done, ends, strict=True)]
     steps = min(run["summary"]["global_step"] for run in done)
     return [
         name,
         editions.marked(mode, runs),
-        middle,
+        mean_and_deviation(ends),
         "; ".join([*each, *said]),
         f"{steps}",
         f"{fastest_minutes(done):.1f}",

@@ -34,6 +34,13 @@ class Table:
         return f"{caption}<table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>"
 
 
+def mean_and_deviation(values):
+    """Mean and sample standard deviation, as "8506.1 ± 80.2"; a single value has no deviation."""
+    values = list(values)
+    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.1f}{deviation}"
+
+
 def spread(values, form):
     """Median and range, as "2.1 (2.0 to 2.3)"; a single value has no range."""
     values = [value for value in values if value is not None]

@@ -9,9 +9,9 @@ Learning runs are many: --algos, --env-ids, --modes and --seeds choose some, and
 they take is printed first.
 
 A result is the JSON file of a run: speed/<algo>/<env_id>/<mode>/<seed>.json, or quick/... or learning/... . Where the
-run crashed it names the log ("failed"). The same command goes on where it was interrupted: a round is not run again if
-all its results are there, and of the same commands. To repeat it delete them. Learning runs end with a checkpoint when
-the command is interrupted, and resume from it. At the end tables and figures are made of all that is in results/, as by
+run crashed it names the log ("failed"). Run the same command again to continue: a round is not run again if all its
+results are there, and of the same commands. To repeat it delete them. Learning runs end with a checkpoint when the
+command is interrupted, and resume from it. At the end tables and figures are made of all that is in results/, as by
 `python -m benchmark.report`.
 """
 
@@ -281,7 +281,7 @@ def measure(todo, out, here):
                 bar.set_postfix_str(f"{job.algo} {mode} seed {job.seed}", refresh=False)
                 bar.update(min(job.starting.pop(mode, job.slice), end - bar.n))
 
-            keep(job, job.run(on_slice), out, here)
+            keep(job, job.results(job.run(on_slice), here), out)
             bar.update(end - bar.n)
 
 
@@ -296,8 +296,7 @@ def measure_on_cluster(todo, out, address):
     left = [job for job in todo if not any(job.finished(folder) for folder in folders)]
     with progress(todo, left) as bar:
         for job, there, results in machines.run(left):
-            for mode, result in results.items():
-                store(job.result_path(out / slug(there), mode), result)
+            keep(job, results, out / slug(there))
             bar.update(job.seconds)
     return folders
 
@@ -318,7 +317,7 @@ def learn(todo, out, here, parallel):
                     if statuses:
                         running.remove(job)
                         job.end()
-                        keep(job, statuses, out, here)
+                        keep(job, job.results(statuses, here), out)
                         bar.update(job.seconds)
         finally:
             for job in running:
@@ -329,9 +328,9 @@ def learn(todo, out, here, parallel):
                 job.end()
 
 
-def keep(job, statuses, out, here):
-    """Store the results of a job that has run."""
-    for mode, result in job.results(statuses, here).items():
+def keep(job, results, out):
+    """Store the results of a job's modes."""
+    for mode, result in results.items():
         store(job.result_path(out, mode), result)
 
 
@@ -427,7 +426,7 @@ def main(args):
             else:
                 measure(todo, out, here)
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        print("\ninterrupted; run the same command again to continue", file=sys.stderr)
         raise SystemExit(130) from None
     measured = pages.load(args.out)
     tables = pages.learning_tables(measured) if args.learn else pages.speed_tables(measured)

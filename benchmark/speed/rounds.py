@@ -6,7 +6,6 @@ first run waits for. A mode that crashes leaves the others alone.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ import torch
 from benchmark.algorithms import ALGORITHMS
 from benchmark.arguments import refuse
 from benchmark.speed.monitor import Monitor
+from launch.worker import end_with_parent
 from tools import mkl_on_amd
 
 INTERLEAVED = ("-m", "benchmark.speed.interleaved")
@@ -113,11 +113,6 @@ def command(args, program, seed, folder):
         common["num-envs"] = args.num_envs
     common = [f"--{name}={value}" for name, value in common.items()]
     return [*program, *common, *args.flags.split()]
-
-
-def end_with_parent():
-    """Have this process killed when its parent ends, even if that is killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def start(words, folder, **pipes):

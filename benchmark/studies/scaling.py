@@ -35,8 +35,8 @@ from benchmark.arguments import check, parse, refuse
 from benchmark.report.machine import machine, slug, where
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.scripts import Enough, before_each_log, load
-from benchmark.speed.rounds import end_with_parent
 from benchmark.studies.timing import interleaved_times, seconds_per_call
+from launch.worker import end_with_parent
 
 NUM_ENVS = (1, 4, 16, 64, 256)
 BATCHES = (64, 128, 256, 512, 1024)

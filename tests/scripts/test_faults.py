@@ -12,7 +12,19 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import PLAIN, TURBO, Countdown, DiscreteCountdown, learner_class, leaves, script_params, stem, tiny, train
+from conftest import (
+    PLAIN,
+    TURBO,
+    Countdown,
+    DiscreteCountdown,
+    learner_class,
+    leaves,
+    script_params,
+    stem,
+    tiny,
+    train,
+    wait_for,
+)
 from copies import ROOT
 from test_cli import flags, refused, run_tiny, start, summary
 
@@ -26,13 +38,6 @@ def script(request):
 def either(request):
     """Two scripts for what the run's part does by itself, whose text is the same in all of them."""
     return request.param
-
-
-def wait_for(condition, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def checkpoint_step(folder):

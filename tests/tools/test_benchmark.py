@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import tyro
+from conftest import wait_for
 
 from benchmark import ROOT
 from benchmark.algorithms import ALGORITHMS
@@ -259,6 +260,12 @@ def results_of(tmp_path):
     return {(path.parent.name, int(path.stem)): json.loads(path.read_text()) for path in paths}
 
 
+def alive(pid):
+    """Whether there is such a process, other than one that only waits for its parent."""
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and "Z" not in status.read_text().split(")")[1][:3]
+
+
 def test_matrix_finishes_what_a_crash_leaves_and_does_nothing_twice(tmp_path, stand_ins, capsys):
     write, notes = stand_ins
     write(crash="if flags['seed'] == '2': sys.exit('out of luck')")
@@ -305,17 +312,13 @@ def test_matrix_goes_on_after_it_was_killed(tmp_path, stand_ins, monkeypatch):
     lines += ["matrix.main(matrix.Args(**settings))"]
     with open(tmp_path / "matrix.log", "w") as log:
         process = subprocess.Popen([sys.executable, "-c", "\n".join(lines)], stderr=log, stdout=log)
-    deadline = time.time() + 60
-    while len(notes()) < 4 and time.time() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: len(notes()) >= 4)
     process.kill()
     process.wait()
     assert len(notes()) == 4, (tmp_path / "matrix.log").read_text()
     assert set(results_of(tmp_path)) == {("plain", 1), ("eager", 1)}
     for _, _, pid in notes():
-        while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3]:
-            assert time.time() < deadline, "a process has outlived the matrix"
-            time.sleep(0.05)
+        wait_for(lambda pid=pid: not alive(pid))
     (tmp_path / "hang").unlink()
     assert matrix_of(tmp_path) == 0
     assert [(mode, seed) for mode, seed, _ in notes()[4:]] == [("eager", "2"), ("plain", "2")]

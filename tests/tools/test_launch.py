@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import wait_for
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 pytest.importorskip("ray", reason="pip install -r requirements/launch.txt")
@@ -200,9 +201,7 @@ def test_an_interrupt_ends_runs_with_their_checkpoints_and_the_command_goes_on(s
     folder = script.parent / "runs" / "walk"
     command = words_of(script, flags=flags)
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.time() + 60
-    while not any(steps > 3 for steps in steps_now(folder)) and time.time() < deadline:
-        time.sleep(0.1)
+    wait_for(lambda: any(steps > 3 for steps in steps_now(folder)))
     os.killpg(process.pid, kind)  # as a terminal and a scheduler do: to all processes of the group
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -241,9 +240,7 @@ def test_a_machine_that_dies_costs_no_run_and_no_start_over(script, cluster):
     command = words_of(script, "--address", cluster.address, seeds=seeds, flags=flags)
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     folder = script.parent / "runs" / "walk"
-    deadline = time.time() + 60
-    while len(list(folder.rglob("checkpoint.pt"))) < 3 and time.time() < deadline:
-        time.sleep(0.1)
+    wait_for(lambda: len(list(folder.rglob("checkpoint.pt"))) >= 3)
     cluster.remove_node(nodes[0], allow_graceful=False)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
@@ -410,9 +407,7 @@ def test_tuning_goes_on_after_an_interrupt(hill):
     command = ["tune", str(hill), "--out", str(hill.parent / "runs"), *TUNED, "--", *flags]
     process = subprocess.Popen([sys.executable, "-m", "launch", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     folder = hill.parent / "runs" / "walk"
-    deadline = time.time() + 100
-    while len(list(folder.rglob("summary.json"))) < 19 and time.time() < deadline:  # in the second rung
-        time.sleep(0.05)
+    wait_for(lambda: len(list(folder.rglob("summary.json"))) >= 19)  # in the second rung
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err, err
@@ -622,9 +617,7 @@ def test_the_slurm_recipe_is_queued_again_and_goes_on(script):
     job = {"cwd": ROOT, "env": os.environ | variables, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     try:
         process = subprocess.Popen(["bash", str(folder / "job.sh")], **job)
-        deadline = time.time() + 120
-        while not any(steps > 3 for steps in steps_now(folder)) and time.time() < deadline:
-            time.sleep(0.1)
+        wait_for(lambda: any(steps > 3 for steps in steps_now(folder)))
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=90) == 130
         assert (folder / "scontrol.txt").read_text() == "requeue 7\n"
