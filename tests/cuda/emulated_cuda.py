@@ -46,7 +46,7 @@ class Device:
         self.order = random.Random(seed)  # in which streams run that do not wait for each other
         self.capture = None
         self.pinned = {}  # page-locked host memory, by address
-        self.rng = (0, 0)  # seed, and random operators launched since
+        self.default_generator = self.generator = Generator()
         self.sync_debug_mode = "default"
         self.counts = Counter()
 
@@ -83,26 +83,17 @@ class Device:
         self.wait(self.streams)
 
     def next_random(self):
-        """The seed for the next random operator: like a card's offset, it is counted by the host at each launch."""
-        seed, offset = self.rng
-        self.rng = (seed, offset + 1)
-        return (hash((seed, offset)) % 2**63,)
+        """The seed for the next random operator."""
+        return self.generator.next()
 
     def get_rng_state(self, device=None):
-        if self.capture is not None:
-            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
-        return torch.tensor(self.rng, dtype=torch.int64).view(torch.uint8)
+        return self.default_generator.get_state()
 
     def set_rng_state(self, state, device=None):
-        self.set_rng(*state.view(torch.int64).tolist())
+        self.default_generator.set_state(state)
 
     def manual_seed(self, seed):
-        self.set_rng(seed, 0)
-
-    def set_rng(self, seed, offset):
-        if self.capture is not None:
-            raise RuntimeError("Cannot call CUDAGeneratorImpl::set_current_seed during CUDA graph capture")
-        self.rng = (seed, offset)
+        self.default_generator.manual_seed(seed)
 
     def set_sync_debug_mode(self, mode):
         self.sync_debug_mode = {0: "default", 1: "warn", 2: "error"}.get(mode, mode)
@@ -117,6 +108,44 @@ class Device:
             yield
         finally:
             self.current = outer
+
+
+class Generator(torch._C.Generator):
+    """Random numbers of the device: a seed, and the random operators launched since. Like a card's, the host counts."""
+
+    def __init__(self):
+        self.rng = (0, 0)
+
+    def next(self):
+        seed, offset = self.rng
+        self.rng = (seed, offset + 1)
+        return (hash((seed, offset)) % 2**63,)
+
+    def get_state(self):
+        if DEVICE.capture is not None:
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture")
+        return torch.tensor(self.rng, dtype=torch.int64).view(torch.uint8)
+
+    def set_state(self, state):
+        self.set_rng(*state.view(torch.int64).tolist())
+
+    def manual_seed(self, seed):
+        self.set_rng(seed, 0)
+
+    def set_rng(self, seed, offset):
+        if DEVICE.capture is not None:
+            raise RuntimeError("Cannot call CUDAGeneratorImpl::set_current_seed during CUDA graph capture")
+        self.rng = (seed, offset)
+
+
+class AnyGenerator(type):
+    """What stands in for torch.Generator: it makes the device's and the host's, and both are instances of it."""
+
+    def __call__(cls, device="cpu"):
+        return Generator() if is_cuda(device) else torch._C.Generator(device)
+
+    def __instancecheck__(cls, instance):
+        return isinstance(instance, torch._C.Generator)
 
 
 class Stream:
@@ -680,6 +709,14 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         name = getattr(function, "__name__", "")
+        if isinstance(kwargs.get("generator"), Generator):
+            if DEVICE.capture is not None:
+                raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
+            DEVICE.generator = kwargs.pop("generator")
+            try:
+                return function(*args, **kwargs)
+            finally:
+                DEVICE.generator = DEVICE.default_generator
         if kwargs.pop("pin_memory", False):
             return pin(function(*args, **kwargs))
         if name == "pin_memory":
@@ -769,16 +806,17 @@ def emulated_cuda(late=True, seed=0, draws_like_cpu=False):
         "set_sync_debug_mode": device.set_sync_debug_mode,
     }
     saved = {name: getattr(torch.cuda, name) for name in stand_ins}
-    export, from_dlpack = torch.export.export, torch.from_dlpack
+    export, from_dlpack, generator = torch.export.export, torch.from_dlpack, torch.Generator
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
     torch.export.export = outside(export)
     torch.from_dlpack = lambda x: x.detach() if isinstance(x, DeviceTensor) else from_dlpack(x)
+    torch.Generator = AnyGenerator("Generator", (), {})
     try:
         with Functions(), Operators():
             yield device
     finally:
         DEVICE = outer
-        torch.export.export, torch.from_dlpack = export, from_dlpack
+        torch.export.export, torch.from_dlpack, torch.Generator = export, from_dlpack, generator
         for name, original in saved.items():
             setattr(torch.cuda, name, original)

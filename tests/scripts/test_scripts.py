@@ -10,8 +10,8 @@ import copies
 import pytest
 
 SCRIPTS = sorted((copies.ROOT / "leanrl").glob("*.py"))
-THIRD_PARTY = {"envpool", "gymnasium", "numpy", "tensordict", "torch", "tqdm", "tyro", "wandb"}
-CONTRACT = {"exp_name", "seed", "torch_deterministic", "cuda", "track", "wandb_project_name", "wandb_entity"}
+THIRD_PARTY = {"envpool", "gymnasium", "matplotlib", "numpy", "tensordict", "torch", "tqdm", "tyro", "wandb"}
+CONTRACT = {"exp_name", "torch_deterministic", "cuda", "track", "wandb_project_name", "wandb_entity"}
 CONTRACT |= {"capture_video", "env_id", "total_timesteps", "num_envs", "run_dir", "checkpoint_interval", "resume"}
 CONTRACT |= {"threads", "matmul_precision"}
 TURBO_ONLY = {"compile", "cudagraphs", "compile_mode"}
@@ -67,10 +67,12 @@ def test_a_script_needs_nothing_else_of_this_repository(script):
 def test_the_algorithm_comes_first(script):
     """Flags, networks, learner, loop and policy; then under banners what they stand on, and the run."""
     source = script.read_text()
-    learner = script.stem.split("_")[0].upper()
+    population = "Population" if "population" in script.stem else ""
+    learner = script.stem.split("_")[0].upper() + population
     second = "# What makes it fast: " if script.stem.endswith("_torchcompile") else "# What the algorithm stands on: "
     policy = ["class Policy("] if "td3" not in script.stem else []  # TD3 exports its actor
-    marks = ["class Args:", f"class {learner}:", "def train(", *policy, second, "# The run: ", "class Run:"]
+    run = f"class {population or 'Run'}:"
+    marks = ["class Args:", f"class {learner}:", "def train(", *policy, second, "# The run: ", run]
     places = [source.index(f"\n{mark}") for mark in marks]
     assert places == sorted(places)
     assert re.search(r"# (critic|clipped policy|TD) loss", source[: places[2]]), "the loss has no landmark"
@@ -87,10 +89,11 @@ def test_flags(script):
     assert all(isinstance(doc.value, ast.Constant) and doc.value.value for doc in docs)
     names = {flag.target.id for flag in flags}
     turbo = script.stem.endswith("_torchcompile")
-    assert names >= CONTRACT | (TURBO_ONLY if turbo else set())
+    seed = {"seeds" if "population" in script.stem else "seed"}
+    assert names >= CONTRACT | seed | (TURBO_ONLY if turbo else set())
     assert turbo or not names & TURBO_ONLY
     for name in names:
-        assert re.search(rf"args\.{name}\b", source), f"--{name} has no effect"
+        assert re.search(rf"(args|agent)\.{name}\b", source), f"--{name} has no effect"
     limits = {"AT_LEAST_1", "AT_MOST_1", "POSITIVE", "FIXED"}
     for node in tree.body:
         if isinstance(node, (ast.Assign, ast.AugAssign)):

@@ -1,0 +1,217 @@
+"""Agents of a population are runs of the single script: the same numbers, and none sees another."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import TURBO, leaves, load_copy, scalars
+from copies import ROOT
+from emulated_cuda import emulated_cuda
+
+from leanrl import sac_population_torchcompile as population
+
+SINGLE = TURBO["sac"]
+COMMON = {"env_id": "Pendulum-v1", "total_timesteps": 420, "learning_starts": 360, "batch_size": 32}
+COMMON |= {"buffer_size": 300, "num_envs": 2, "threads": 1}
+SEEDS = (1, 5, 9)
+LISTS = {"policy_lr": (3e-4, 1e-3, 1e-4), "q_lr": (1e-3, 3e-3, 2e-3), "gamma": (0.99, 0.95, 0.9)}
+LISTS |= {"tau": (0.005, 0.01, 1), "alpha": (0.2, 0.1, 0.3)}
+
+
+def agent_flags(i):
+    return {"seed": SEEDS[i]} | {name: values[i] for name, values in LISTS.items()}
+
+
+def train(script, folder, **flags):
+    """The folder of a run, which trains in `folder`."""
+    script.train(script.Args(**COMMON | {"run_dir": str(folder)} | flags))
+    (run,) = folder.iterdir()
+    return run
+
+
+def train_population(folder, agents=(0, 1, 2), script=population, **flags):
+    lists = {name: tuple(values[i] for i in agents) for name, values in LISTS.items()}
+    return train(script, folder, **{"seeds": tuple(SEEDS[i] for i in agents)} | lists | flags)
+
+
+def train_single(folder, i, **flags):
+    return train(SINGLE, folder, **agent_flags(i) | flags)
+
+
+def checkpoint(folder):
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def assert_same_numbers(got, wanted, tolerance=0.0):
+    """All that two checkpoints have: to the last bit, or tensors to `tolerance` of their norm."""
+    got, wanted = (dict(leaves(state["learner"])) | {"returns": state["returns"]} for state in (got, wanted))
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if not torch.is_tensor(value) or not value.is_floating_point():
+            same = torch.equal(got[name], value) if torch.is_tensor(value) else got[name] == value
+            assert same or tolerance, name
+        elif tolerance:
+            assert got[name].shape == value.shape
+            assert (got[name] - value).norm() <= tolerance * value.norm().clamp(min=1e-6), name
+        else:
+            assert torch.equal(got[name], value), name
+
+
+def test_agents_are_single_runs_to_the_last_bit(tmp_path):
+    """Whole runs, with every flag that is a list: checkpoints, logs, summaries and policies."""
+    folder = train_population(tmp_path / "all")
+    for i in range(3):
+        single, agent = train_single(tmp_path / str(i), i), folder / f"agent_{i}"
+        assert_same_numbers(checkpoint(agent), checkpoint(single))
+        for tag in ("charts/episodic_return", "charts/episodic_length", "losses/qf_loss", "losses/alpha"):
+            assert scalars(agent, tag) == scalars(single, tag)
+        assert {"config.json", "checkpoint.pt", "policy.pt2"} <= {path.name for path in agent.iterdir()}
+        one, other = (json.loads((path / "summary.json").read_text()) for path in (agent, single))
+        assert one.keys() >= other.keys()
+        assert one["episodic_return"] == other["episodic_return"] and one["seed"] == SEEDS[i]
+        obs = torch.randn(5, 3)
+        one, other = (torch.export.load(path / "policy.pt2").module() for path in (agent, single))
+        assert torch.equal(one(obs), other(obs))
+
+
+def test_without_autotune_alphas_are_the_agents_own(tmp_path):
+    folder = train_population(tmp_path / "all", autotune=False)
+    assert_same_numbers(checkpoint(folder / "agent_2"), checkpoint(train_single(tmp_path / "2", 2, autotune=False)))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("agents", "tolerance"), [((1,), 0.0), ((0, 2), 1e-4)])
+def test_compiled_agents_are_single_runs(agents, tolerance, tmp_path):
+    """To the last bit if there is one, else up to rounding."""
+    folder = train_population(tmp_path / "all", agents, compile=True)
+    for number, i in enumerate(agents):
+        single = train_single(tmp_path / str(i), i, compile=True)
+        assert_same_numbers(checkpoint(folder / f"agent_{number}"), checkpoint(single), tolerance)
+
+
+@pytest.mark.parametrize("resumed", ["population", "single"])
+def test_populations_and_single_runs_resume(resumed, tmp_path):
+    """A population continues as its agents do alone, by the single script."""
+    folder = train_population(tmp_path / "all")
+    longer = {"total_timesteps": 520}
+    wanted = [train_single(tmp_path / f"{i}", i, resume=str(folder / f"agent_{i}"), **longer) for i in range(3)]
+    if resumed == "single":
+        one = train_single(tmp_path / "alone", 1)
+        alone = train_single(tmp_path / "on", 1, resume=str(one), **longer)
+        return assert_same_numbers(checkpoint(wanted[1]), checkpoint(alone))
+    args = population.Args(resume=str(folder))
+    assert population.load_checkpoint(args)["args"]["seeds"] == SEEDS
+    again = train_population(tmp_path / "again", resume=str(folder), **longer)
+    for i in range(3):
+        assert_same_numbers(checkpoint(again / f"agent_{i}"), checkpoint(wanted[i]))
+
+
+def test_an_agent_that_diverges_is_frozen_and_the_others_go_on(tmp_path, capsys, script=population):
+    lrs = (3e-4, 1e12, 1e-4)
+    with pytest.raises(SystemExit, match="1 of 3 agents are frozen"):
+        train_population(tmp_path / "all", script=script, policy_lr=lrs, q_lr=lrs, total_timesteps=500)
+    (folder,) = (tmp_path / "all").iterdir()
+    assert "note: agent_1 is frozen: step 400: " in capsys.readouterr().err
+    assert "step 400" in json.loads((folder / "agent_1" / "summary.json").read_text())["failed"]
+    assert not (folder / "agent_1" / "checkpoint.pt").exists()
+    for i in (0, 2):
+        flags = {"policy_lr": lrs[i], "q_lr": lrs[i], "total_timesteps": 500}
+        assert_same_numbers(checkpoint(folder / f"agent_{i}"), checkpoint(train_single(tmp_path / str(i), i, **flags)))
+
+
+BUGS = {
+    "agents mixed by a reshape": (
+        "obs.numpy()[:] = act_on.reshape(obs.shape)",
+        "obs.numpy()[:] = act_on.reshape(obs.shape[1], obs.shape[0], -1).swapaxes(0, 1)",
+    ),
+    "one generator for all": (
+        "self.generators.append(Generators(device))",
+        "self.generators.append(self.generators[0] if self.generators else Generators(device))",
+    ),
+    "the first agent's learning rate for all": ("torch.tensor(lr, dtype", "torch.tensor([lr[0]] * len(lr), dtype"),
+    "the first agent's discount for all": (
+        "[[agent.gamma] for agent in agents]",
+        "[[agents[0].gamma] for _ in agents]",
+    ),
+    "the first agent's batches for all": ("self.rows[self.agent, place]", "self.rows[0 * self.agent, place]"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_noticed(bug, tmp_path):
+    script = planted(*BUGS[bug], tmp_path)
+    folder = train_population(tmp_path / "all", script=script)
+    with pytest.raises(AssertionError):
+        for i in range(3):
+            assert_same_numbers(checkpoint(folder / f"agent_{i}"), checkpoint(train_single(tmp_path / f"{i}", i)), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (
+            "torch.autograd.grad(qf_loss.sum(), weights)",
+            "torch.autograd.grad(qf_loss.sum() + 0 * qf_loss.prod(), weights)",
+        ),
+        (
+            "return np.where(np.isnan(actions), (self.low + self.high) / 2, actions)",
+            "return np.full_like(actions, actions.mean())",
+        ),
+    ],
+)
+def test_a_nan_that_spreads_is_noticed(right, wrong, tmp_path, capsys):
+    script = planted(right, wrong, tmp_path)
+    with pytest.raises(AssertionError):
+        test_an_agent_that_diverges_is_frozen_and_the_others_go_on(tmp_path, capsys, script)
+
+
+def planted(right, wrong, folder):
+    """The script with a bug."""
+    source = (ROOT / "leanrl" / "sac_population_torchcompile.py").read_text()
+    assert source.count(right) == 1
+    return load_copy("planted", source.replace(right, wrong), folder)
+
+
+def test_environments_see_no_nan(tmp_path):
+    """The action of a diverged policy is the middle of the action space."""
+    args = population.Args(**COMMON, seeds=(1, 2))
+    agents = population.agents_of(args)
+    envs = population.make_envs(population.replace(args, num_envs=4), tmp_path)
+    learner = population.SACPopulation(args, agents, envs, torch.device("cpu"))
+    learner.host_actions[1] = float("nan")
+    learner.host_actions[0] = 1.5
+    assert np.array_equal(learner.next_actions(), [[1.5], [1.5], [0], [0]])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"policy_lr": (1e-3, 1e-4)}, "--policy-lr 0.001 0.0001: give one value, or 3, as many as there are agents"),
+        ({"seeds": (1, -2, 3)}, "--seeds -2: give a number from 0"),
+        ({"gamma": (0.9, 0.9, 1.9)}, "--gamma 1.9: give a number from 0 to 1"),
+        ({"tau": ()}, "--tau : give one value, or 3, as many as there are agents"),
+        ({"resume": "/nowhere"}, "--resume /nowhere: give the folder of a population that has saved checkpoints"),
+    ],
+)
+def test_bad_lists_are_refused(flags, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        train_population(tmp_path, **flags)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("cudagraphs", [False, True])
+def test_a_gpu_may_take_its_time(cudagraphs, tmp_path):
+    """On the emulated CUDA device: the same bits whether it runs at once or late, and those of single runs."""
+    short = {"total_timesteps": 384, "cudagraphs": cudagraphs}
+    folders = {}
+    for late in (False, True):
+        with emulated_cuda(late=late):
+            folders[late] = train_population(tmp_path / f"{late}", **short)
+            single = train_single(tmp_path / f"single {late}", 1, **short)
+        tolerance = 1e-4 if cudagraphs else 0.0  # with graphs all agents' matmuls are batched
+        assert_same_numbers(checkpoint(folders[late] / "agent_1"), checkpoint(single), tolerance)
+    for i in range(3):
+        assert_same_numbers(*(checkpoint(folders[late] / f"agent_{i}") for late in (False, True)))
