@@ -241,7 +241,7 @@ class SACPopulation:
         shapes |= {"rewards": (), "terminated": ()}
         row_bytes = 4 * sum(math.prod(shape) for shape in shapes.values())
         require_memory(args, "buffer_size", bytes_each=len(agents) * row_bytes)
-        self.replay = PopulationReplay(len(agents), args.buffer_size, shapes, device)
+        self.replay = PopulationReplay(len(agents), args.buffer_size, shapes, device, spare=args.num_envs)
         on_cuda = device.type == "cuda"
         self.input_sizes = (self.replay.width, self.obs_dim, self.act_dim)  # of transitions, observations, and noise
         rows = len(agents), args.num_envs
@@ -336,7 +336,7 @@ class SACPopulation:
     def store_and_act(self):
         """Store the transitions in `input`, and sample actions for the observations that follow them."""
         rows, obs, noise = self.input.split(self.input_sizes, -1)
-        self.replay.write(rows)
+        self.replay.write(rows, self.args.num_envs)
         actions, _ = self.gaussian.sample(*self.actors(obs), noise)
         self.actions.copy_(actions)
 
@@ -404,7 +404,7 @@ class SACPopulation:
         """Copies on the CPU of what an agent needs to continue bit for bit, as the single script's."""
         tensors = self.tensors(i)
         moments = tensors["optimizers"]["critics"]
-        moments |= {name: self.critics.to_single(moments[name]) for name in ("m", "v")}
+        moments |= {name: to_single(self.critics, moments[name]) for name in ("m", "v")}
         return tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), tensors) | {
             "replay": self.replay.state_dict(i),
             "updates": self.updates,
@@ -418,7 +418,7 @@ class SACPopulation:
         if not self.args.autotune:
             del tensors["log_alpha"]
         moments = state["optimizers"]["critics"]
-        moments |= {name: self.critics.from_single(moments[name]) for name in ("m", "v")}
+        moments |= {name: from_single(self.critics, moments[name]) for name in ("m", "v")}
         load_tensors(tensors, {name: state[name] for name in tensors})
         self.replay.load_state_dict(i, state["replay"])
         self.updates = state["updates"]
@@ -567,17 +567,6 @@ class Networks:
             outputs = [self.call(dict(zip(views, member, strict=True)), *own) for member, *own in members]
         return tree_map(lambda *tensors: torch.stack(tensors), *outputs)
 
-    def to_single(self, row):
-        """A row of `weights` as the single script's flat vector: by parameter, and only then by member."""
-        parts = [part.flatten() for part in row.unflatten(0, (self.each, -1)).split(self.sizes, -1)[::2]]
-        return torch.cat([nn.functional.pad(part, (0, -len(part) % 16)) for part in parts])
-
-    def from_single(self, vector):
-        """The single script's flat vector as a row of `weights`."""
-        sizes = [size for shape in self.shapes.values() for size in padded(self.each * shape.numel())]
-        parts = [part.unflatten(0, (self.each, -1)) for part in vector.split(sizes)[::2]]
-        return torch.cat([nn.functional.pad(part, (0, -part.shape[1] % 16)) for part in parts], 1).flatten()
-
     def cpu_copy(self, i):
         """A copy of an agent's network on the CPU, with parameters that are contiguous as torch.export likes them."""
         network = copy.deepcopy(self.networks[i]).cpu()
@@ -589,6 +578,19 @@ class Networks:
 def padded(size):
     """The size of a parameter, and of the padding that lets the next one start on a 64-byte boundary."""
     return size, -size % 16
+
+
+def to_single(networks, row):
+    """A row of the weights of `networks` as the single script's flat vector: by parameter, and only then by member."""
+    parts = [part.flatten() for part in row.unflatten(0, (networks.each, -1)).split(networks.sizes, -1)[::2]]
+    return torch.cat([nn.functional.pad(part, (0, -len(part) % 16)) for part in parts])
+
+
+def from_single(networks, vector):
+    """The single script's flat vector as a row of the weights of `networks`."""
+    sizes = [size for shape in networks.shapes.values() for size in padded(networks.each * shape.numel())]
+    parts = [part.unflatten(0, (networks.each, -1)) for part in vector.split(sizes)[::2]]
+    return torch.cat([nn.functional.pad(part, (0, -part.shape[1] % 16)) for part in parts], 1).flatten()
 
 
 class PopulationAdam:
@@ -660,12 +662,15 @@ class PopulationScalars:
 class PopulationReplay:
     """Transitions of all agents on the device; the newest overwrite the oldest. Nothing here waits for the device."""
 
-    def __init__(self, agents, size, shapes, device):
-        """`size` is each agent's; `shapes` are those of a transition's columns, by name."""
+    def __init__(self, agents, size, shapes, device, spare):
+        """`size` is each agent's; `shapes` are those of a transition's columns, by name.
+
+        At most `spare` rows of an agent are written at once.
+        """
         self.size = size
         self.shapes = shapes
         self.width = sum(math.prod(shape) for shape in shapes.values())
-        self.rows = torch.empty(agents, size, self.width, device=device)
+        self.rows = torch.empty(agents, size + spare, self.width, device=device)
         self.agent = torch.arange(agents, device=device).unsqueeze(-1)
         self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions of each agent so far
 
@@ -674,11 +679,12 @@ class PopulationReplay:
         ordered = [columns[name].reshape(*rows.shape[:2], -1) for name in self.shapes]
         np.concatenate(ordered, -1, rows, casting="unsafe")
 
-    def write(self, rows):
-        """Store `rows`, (agents, n, width)."""
-        place = (self.stored + torch.arange(rows.shape[1], device=rows.device)) % self.size
+    def write(self, rows, count):
+        """Store the first `count` of each agent's `rows`, (agents, n, width); the others go to the spare rows."""
+        i = torch.arange(rows.shape[1], device=rows.device)
+        place = torch.where(i < count, (self.stored + i) % self.size, self.size + i)
         self.rows.index_copy_(1, place, rows)
-        self.stored.add_(rows.shape[1])
+        self.stored.add_(count)
 
     def sample(self, uniform):
         """Columns by name, (agents, batch, ...), of stored transitions, one for each number in `uniform`, [0, 1)."""

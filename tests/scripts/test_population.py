@@ -1,6 +1,7 @@
 """Agents of a population are runs of the single script: the same numbers, and none sees another."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,34 +10,58 @@ from conftest import TURBO, leaves, load_copy, scalars
 from copies import ROOT
 from emulated_cuda import emulated_cuda
 
-from leanrl import sac_population_torchcompile as population
+from leanrl import dqn_population_torchcompile, sac_population_torchcompile
 
-SINGLE = TURBO["sac"]
-COMMON = {"env_id": "Pendulum-v1", "total_timesteps": 420, "learning_starts": 360, "batch_size": 32}
-COMMON |= {"buffer_size": 300, "num_envs": 2, "threads": 1}
 SEEDS = (1, 5, 9)
-LISTS = {"policy_lr": (3e-4, 1e-3, 1e-4), "q_lr": (1e-3, 3e-3, 2e-3), "gamma": (0.99, 0.95, 0.9)}
-LISTS |= {"tau": (0.005, 0.01, 1), "alpha": (0.2, 0.1, 0.3)}
+SAC = SimpleNamespace(
+    script=sac_population_torchcompile,
+    single=TURBO["sac"],
+    flags={"env_id": "Pendulum-v1", "learning_starts": 360, "buffer_size": 300},
+    lists={
+        "policy_lr": (3e-4, 1e-3, 1e-4),
+        "q_lr": (1e-3, 3e-3, 2e-3),
+        "gamma": (0.99, 0.95, 0.9),
+        "tau": (0.005, 0.01, 1.0),
+        "alpha": (0.2, 0.1, 0.3),
+    },
+    tags=("losses/qf_loss", "losses/alpha"),
+)
+DQN = SimpleNamespace(
+    script=dqn_population_torchcompile,
+    single=TURBO["dqn"],
+    flags={"env_id": "CartPole-v1", "learning_starts": 150, "buffer_size": 100}
+    | {"train_frequency": 7, "target_network_frequency": 50},
+    lists={
+        "learning_rate": (2.5e-4, 1e-3, 1e-4),
+        "gamma": (0.99, 0.95, 0.9),
+        "tau": (1.0, 0.5, 0.1),
+        "start_e": (1.0, 0.5, 0.9),
+        "end_e": (0.05, 0.1, 0.2),
+        "exploration_fraction": (0.5, 0.9, 0.3),
+    },
+    tags=("losses/td_loss", "losses/q_values"),
+)
+KINDS = [pytest.param(SAC, id="sac"), pytest.param(DQN, id="dqn")]
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def agent_flags(i):
-    return {"seed": SEEDS[i]} | {name: values[i] for name, values in LISTS.items()}
-
-
-def train(script, folder, **flags):
+def train(kind, script, folder, flags):
     """The folder of a run, which trains in `folder`."""
-    script.train(script.Args(**COMMON | {"run_dir": str(folder)} | flags))
+    common = {"total_timesteps": 420, "batch_size": 32, "num_envs": 2, "threads": 1, "run_dir": str(folder)}
+    script.train(script.Args(**common | kind.flags | flags))
     (run,) = folder.iterdir()
     return run
 
 
-def train_population(folder, agents=(0, 1, 2), script=population, **flags):
-    lists = {name: tuple(values[i] for i in agents) for name, values in LISTS.items()}
-    return train(script, folder, **{"seeds": tuple(SEEDS[i] for i in agents)} | lists | flags)
+def train_population(kind, folder, agents=(0, 1, 2), script=None, **flags):
+    lists = {"seeds": SEEDS} | kind.lists
+    lists = {name: tuple(values[i] for i in agents) for name, values in lists.items()}
+    return train(kind, script or kind.script, folder, lists | flags)
 
 
-def train_single(folder, i, **flags):
-    return train(SINGLE, folder, **agent_flags(i) | flags)
+def train_single(kind, folder, i, **flags):
+    own = {"seed": SEEDS[i]} | {name: values[i] for name, values in kind.lists.items()}
+    return train(kind, kind.single, folder, own | flags)
 
 
 def checkpoint(folder):
@@ -58,66 +83,73 @@ def assert_same_numbers(got, wanted, tolerance=0.0):
             assert torch.equal(got[name], value), name
 
 
-def test_agents_are_single_runs_to_the_last_bit(tmp_path):
+@each_kind
+def test_agents_are_single_runs_to_the_last_bit(kind, tmp_path):
     """Whole runs, with every flag that is a list: checkpoints, logs, summaries and policies."""
-    folder = train_population(tmp_path / "all")
+    args = vars(kind.script.Args())
+    assert {name for name, value in args.items() if isinstance(value, tuple)} == {"seeds", *kind.lists}
+    folder = train_population(kind, tmp_path / "all")
     for i in range(3):
-        single, agent = train_single(tmp_path / str(i), i), folder / f"agent_{i}"
+        single, agent = train_single(kind, tmp_path / str(i), i), folder / f"agent_{i}"
         assert_same_numbers(checkpoint(agent), checkpoint(single))
-        for tag in ("charts/episodic_return", "charts/episodic_length", "losses/qf_loss", "losses/alpha"):
+        for tag in ("charts/episodic_return", "charts/episodic_length", *kind.tags):
             assert scalars(agent, tag) == scalars(single, tag)
         assert {"config.json", "checkpoint.pt", "policy.pt2"} <= {path.name for path in agent.iterdir()}
         one, other = (json.loads((path / "summary.json").read_text()) for path in (agent, single))
         assert one.keys() >= other.keys()
         assert one["episodic_return"] == other["episodic_return"] and one["seed"] == SEEDS[i]
-        obs = torch.randn(5, 3)
+        obs = torch.randn(5, 3 if kind is SAC else 4)
         one, other = (torch.export.load(path / "policy.pt2").module() for path in (agent, single))
         assert torch.equal(one(obs), other(obs))
 
 
 def test_without_autotune_alphas_are_the_agents_own(tmp_path):
-    folder = train_population(tmp_path / "all", autotune=False)
-    assert_same_numbers(checkpoint(folder / "agent_2"), checkpoint(train_single(tmp_path / "2", 2, autotune=False)))
+    folder = train_population(SAC, tmp_path / "all", autotune=False)
+    assert_same_numbers(
+        checkpoint(folder / "agent_2"), checkpoint(train_single(SAC, tmp_path / "2", 2, autotune=False))
+    )
 
 
 @pytest.mark.thorough
+@each_kind
 @pytest.mark.parametrize(("agents", "tolerance"), [((1,), 0.0), ((0, 2), 1e-4)])
-def test_compiled_agents_are_single_runs(agents, tolerance, tmp_path):
+def test_compiled_agents_are_single_runs(kind, agents, tolerance, tmp_path):
     """To the last bit if there is one, else up to rounding."""
-    folder = train_population(tmp_path / "all", agents, compile=True)
+    folder = train_population(kind, tmp_path / "all", agents, compile=True)
     for number, i in enumerate(agents):
-        single = train_single(tmp_path / str(i), i, compile=True)
+        single = train_single(kind, tmp_path / str(i), i, compile=True)
         assert_same_numbers(checkpoint(folder / f"agent_{number}"), checkpoint(single), tolerance)
 
 
-@pytest.mark.parametrize("resumed", ["population", "single"])
-def test_populations_and_single_runs_resume(resumed, tmp_path):
-    """A population continues as its agents do alone, by the single script."""
-    folder = train_population(tmp_path / "all")
+@each_kind
+def test_populations_and_single_runs_resume(kind, tmp_path):
+    """A population continues as its agents do alone, by the single script, which finds what a single run leaves."""
+    folder = train_population(kind, tmp_path / "all")
     longer = {"total_timesteps": 520}
-    wanted = [train_single(tmp_path / f"{i}", i, resume=str(folder / f"agent_{i}"), **longer) for i in range(3)]
-    if resumed == "single":
-        one = train_single(tmp_path / "alone", 1)
-        alone = train_single(tmp_path / "on", 1, resume=str(one), **longer)
-        return assert_same_numbers(checkpoint(wanted[1]), checkpoint(alone))
-    args = population.Args(resume=str(folder))
-    assert population.load_checkpoint(args)["args"]["seeds"] == SEEDS
-    again = train_population(tmp_path / "again", resume=str(folder), **longer)
+    wanted = [train_single(kind, tmp_path / f"{i}", i, resume=str(folder / f"agent_{i}"), **longer) for i in range(3)]
+    alone = train_single(kind, tmp_path / "alone", 1)
+    assert_same_numbers(
+        checkpoint(train_single(kind, tmp_path / "on", 1, resume=str(alone), **longer)), checkpoint(wanted[1])
+    )
+    saved = kind.script.load_checkpoint(kind.script.Args(resume=str(folder)))
+    assert saved["args"]["seeds"] == SEEDS
+    again = train_population(kind, tmp_path / "again", resume=str(folder), **longer)
     for i in range(3):
         assert_same_numbers(checkpoint(again / f"agent_{i}"), checkpoint(wanted[i]))
 
 
-def test_an_agent_that_diverges_is_frozen_and_the_others_go_on(tmp_path, capsys, script=population):
+def test_an_agent_that_diverges_is_frozen_and_the_others_go_on(tmp_path, capsys, script=None):
     lrs = (3e-4, 1e12, 1e-4)
     with pytest.raises(SystemExit, match="1 of 3 agents are frozen"):
-        train_population(tmp_path / "all", script=script, policy_lr=lrs, q_lr=lrs, total_timesteps=500)
+        train_population(SAC, tmp_path / "all", script=script, policy_lr=lrs, q_lr=lrs, total_timesteps=500)
     (folder,) = (tmp_path / "all").iterdir()
     assert "note: agent_1 is frozen: step 400: " in capsys.readouterr().err
     assert "step 400" in json.loads((folder / "agent_1" / "summary.json").read_text())["failed"]
     assert not (folder / "agent_1" / "checkpoint.pt").exists()
     for i in (0, 2):
         flags = {"policy_lr": lrs[i], "q_lr": lrs[i], "total_timesteps": 500}
-        assert_same_numbers(checkpoint(folder / f"agent_{i}"), checkpoint(train_single(tmp_path / str(i), i, **flags)))
+        single = train_single(SAC, tmp_path / str(i), i, **flags)
+        assert_same_numbers(checkpoint(folder / f"agent_{i}"), checkpoint(single))
 
 
 BUGS = {
@@ -141,10 +173,11 @@ BUGS = {
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_noticed(bug, tmp_path):
     script = planted(*BUGS[bug], tmp_path)
-    folder = train_population(tmp_path / "all", script=script)
+    folder = train_population(SAC, tmp_path / "all", script=script)
     with pytest.raises(AssertionError):
         for i in range(3):
-            assert_same_numbers(checkpoint(folder / f"agent_{i}"), checkpoint(train_single(tmp_path / f"{i}", i)), 1e-4)
+            single = train_single(SAC, tmp_path / f"{i}", i)
+            assert_same_numbers(checkpoint(folder / f"agent_{i}"), checkpoint(single), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -175,10 +208,10 @@ def planted(right, wrong, folder):
 
 def test_environments_see_no_nan(tmp_path):
     """The action of a diverged policy is the middle of the action space."""
-    args = population.Args(**COMMON, seeds=(1, 2))
-    agents = population.agents_of(args)
-    envs = population.make_envs(population.replace(args, num_envs=4), tmp_path)
-    learner = population.SACPopulation(args, agents, envs, torch.device("cpu"))
+    script = SAC.script
+    args = script.Args(**SAC.flags, num_envs=2, seeds=(1, 2))
+    envs = script.make_envs(script.replace(args, num_envs=4), tmp_path)
+    learner = script.SACPopulation(args, script.agents_of(args), envs, torch.device("cpu"))
     learner.host_actions[1] = float("nan")
     learner.host_actions[0] = 1.5
     assert np.array_equal(learner.next_actions(), [[1.5], [1.5], [0], [0]])
@@ -196,21 +229,22 @@ def test_environments_see_no_nan(tmp_path):
 )
 def test_bad_lists_are_refused(flags, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
-        train_population(tmp_path, **flags)
+        train_population(SAC, tmp_path, **flags)
     assert end.value.code == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
+@each_kind
 @pytest.mark.parametrize("cudagraphs", [False, True])
-def test_a_gpu_may_take_its_time(cudagraphs, tmp_path):
+def test_a_gpu_may_take_its_time(kind, cudagraphs, tmp_path):
     """On the emulated CUDA device: the same bits whether it runs at once or late, and those of single runs."""
     short = {"total_timesteps": 384, "cudagraphs": cudagraphs}
     folders = {}
     for late in (False, True):
         with emulated_cuda(late=late):
-            folders[late] = train_population(tmp_path / f"{late}", **short)
-            single = train_single(tmp_path / f"single {late}", 1, **short)
+            folders[late] = train_population(kind, tmp_path / f"{late}", **short)
+            single = train_single(kind, tmp_path / f"single {late}", 1, **short)
         tolerance = 1e-4 if cudagraphs else 0.0  # with graphs all agents' matmuls are batched
         assert_same_numbers(checkpoint(folders[late] / "agent_1"), checkpoint(single), tolerance)
     for i in range(3):
