@@ -87,7 +87,7 @@ class Cluster:
         """End all runs, with their checkpoints. Another Ctrl-C meanwhile does nothing."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        for task in self.tasks:
+        for task in reversed(self.tasks):  # those that wait first: Ray crashes if one that it is starting is canceled
             ray.cancel(task)
         for task in list(self.tasks):
             outcome(task)
