@@ -39,7 +39,7 @@ from optuna.trial import TrialState
 from benchmark.arguments import refuse, stop
 from benchmark.report import figures
 from benchmark.report.tables import Table
-from launch import orders, report
+from launch import orders, packs, report
 from launch.board import Board
 from launch.cluster import folder_of
 from launch.orders import once
@@ -149,11 +149,10 @@ def defaults(script, space, flags):
     args = script.parse(flags)
     values = {}
     for name, distribution in space.items():
-        field = script.fields[name].name
-        value = getattr(args, field)
+        value = script.value(args, name)
         if isinstance(distribution, CategoricalDistribution):
             for choice in distribution.choices:
-                if getattr(script.parse([script.flag(name, choice)]), field) == value:
+                if script.value(script.parse([script.flag(name, choice)]), name) == value:
                     values[name] = choice
         elif value is not None and distribution.low <= value <= distribution.high:
             values[name] = value
@@ -272,6 +271,7 @@ def main(words):
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     args, flags = parse(words, Args, "tune", __doc__)
     script = orders.Script(args.script)
+    packs.check(args.agents_per_run, script)
     for name in ("trials", "rungs"):
         if getattr(args, name) < 1:
             refuse(name, getattr(args, name), "give at least 1")
@@ -294,6 +294,7 @@ def run_all(cluster, search):
             own = bracket.orders()
             for order in own:
                 order.place()
+            own = packs.packed(own, search.args.agents_per_run)
             waiting[bracket] = {order.name for order in own if not begin(order, cluster, board)}
 
         try:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,8 +63,9 @@ def train(order):
         return {"status": "done"}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for ray.cancel; a shell's background jobs ignore it
     write(folder / STARTED, {"session": order["session"], "node": node})
+    members = link_agents(folder)
     log_start = (folder / LOG).stat().st_size if (folder / LOG).exists() else 0
-    process = start(order, folder)
+    process = start(order, folder, members)
     try:
         while process.poll() is None:
             time.sleep(0.1)
@@ -75,6 +77,11 @@ def train(order):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return {"status": "interrupted"}
+    finally:
+        link_agents(folder)
+    for member in members:
+        if any(own["global_step"] >= order["steps"] and "failed" not in own for own in summaries(member)):
+            write(member / DONE, order["steps"])
     if process.returncode == 0:
         write(folder / DONE, order["steps"])
         return {"status": "done"}
@@ -83,7 +90,7 @@ def train(order):
     return {"status": "failed", "line": line}
 
 
-def start(order, folder):
+def start(order, folder, members):
     """Start the script; it ends when this process does, however that ends."""
     script = folder / order["script"]
     script.write_text(order["text"])
@@ -91,7 +98,7 @@ def start(order, folder):
     if order["until"]:
         (folder / "until.py").write_text(UNTIL)
         words = [str(folder / "until.py"), str(order["until"]), *words]
-    checkpoint = newest_checkpoint(folder)
+    checkpoint = gathered_checkpoint(folder, members) if members else newest_checkpoint(folder)
     if checkpoint:
         words.append(f"--resume={checkpoint.parent}")
         step = step_of(checkpoint)
@@ -124,6 +131,43 @@ def step_of(checkpoint):
         return torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["global_step"]
     except Exception:
         return 0
+
+
+def link_agents(folder):
+    """Put a link to each agent that a pack (packs.py) has trained into the agent's own run folder; those folders.
+
+    There is none if the folder is that of a single run.
+    """
+    members = [Path(member) for member in json.loads((folder / ORDER).read_text()).get("members", ())]
+    for i, member in enumerate(members):
+        for agent in folder.glob(f"*/agent_{i}"):
+            link(agent, member / agent.parent.name)
+    return members
+
+
+def gathered_checkpoint(folder, members):
+    """The checkpoint of a population of all agents, each as its run folder has it; None if these have none."""
+    newest = [newest_checkpoint(member) for member in members]
+    if not any(newest):
+        return None
+    population = folder / "resume" / "population"
+    shutil.rmtree(population, ignore_errors=True)
+    for i, checkpoint in enumerate(newest):
+        agent = population / f"agent_{i}"
+        agent.mkdir(parents=True)
+        if checkpoint:
+            link(checkpoint, agent / "checkpoint.pt")
+    import torch
+
+    steps = max(step_of(checkpoint) for checkpoint in newest if checkpoint)
+    torch.save({"args": {}, "global_step": steps}, population / "checkpoint.pt")
+    return population / "checkpoint.pt"
+
+
+def link(there, here):
+    """Make `here` a link to `there`, unless it is one."""
+    if not here.is_symlink():
+        here.symlink_to(os.path.relpath(there, here.parent))
 
 
 def summaries(folder):

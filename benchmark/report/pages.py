@@ -23,7 +23,7 @@ from benchmark.report import curves, figures
 from benchmark.report.machine import describe
 from benchmark.report.tables import Table, mean_and_deviation, spread, with_table
 from benchmark.speed.rounds import MKL, MODES, PEERS
-from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, mkl, scaling
+from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, mkl, population, scaling
 from benchmark.studies.tips import before_after
 
 CURVES = {  # of doc/artifacts, by the page that shows them
@@ -235,7 +235,9 @@ def texts(results):
     }
     pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured)}
     pages["doc/debugging.md"] = {"overhead": instrument_overhead.table(measured)}
+    pages["doc/many_runs.md"] = {"population": population.table(measured)}
     counted = json.loads(launches.DATA.read_text())
+    pages["doc/many_runs.md"]["agents"] = launches.population_table(counted)
     pages["doc/speed.md"]["launches"] = launches.table(counted)
     pages["doc/speed.md"]["leanrl"] = launches.comparison(counted)
     return pages

@@ -51,6 +51,8 @@ RUNS = {  # flags, and how many steps to count: whole periods of all that is not
     "sac_atari": (EARLY_ATARI, 100),
 }
 PARTS = ("update", "update_target", "losses")  # methods that are counted by themselves; all else is the step
+POPULATIONS = {"sac_continuous_action": "sac_population", "dqn": "dqn_population"}
+AGENTS = (1, 2, 4, 8, 16)
 COLUMNS = (
     "operators",
     "matmuls",
@@ -133,10 +135,9 @@ def per(count, calls):
     return count // calls if count % calls == 0 else count / calls
 
 
-def count(algo, mode):
-    """What `train` does in steady state, by part: see `Steady.per_call`."""
-    script = load(f"{algo}_torchcompile")
-    flags, steps = RUNS[algo]
+def count(name, mode, flags, steps):
+    """What `train` of a turbo script does in steady state, by part: see `Steady.per_call`."""
+    script = load(f"{name}_torchcompile")
     with contextlib.ExitStack() as stack:
         device = stack.enter_context(emulated_cuda())
         if MODES[mode].get("compile"):
@@ -157,8 +158,17 @@ def total(data):
     for algo in RUNS:
         for mode in MODES:
             print(f"counting {algo}, {mode}", file=sys.stderr)
-            scripts.setdefault(algo, {})[mode] = count(algo, mode)
-    return data | {"torch": torch.__version__.split("+")[0], "scripts": scripts}
+            scripts.setdefault(algo, {})[mode] = count(algo, mode, *RUNS[algo])
+    populations = {algo: {agents: count_agents(algo, agents) for agents in AGENTS} for algo in POPULATIONS}
+    return data | {"torch": torch.__version__.split("+")[0], "scripts": scripts, "populations": populations}
+
+
+def count_agents(algo, agents):
+    """What the population script does with so many agents, compiled and captured."""
+    print(f"counting {POPULATIONS[algo]}, {agents} agents", file=sys.stderr)
+    flags, steps = RUNS[algo]
+    flags = {name: (value,) if name in GREEDY else value for name, value in flags.items()}
+    return count(POPULATIONS[algo], "compile + cudagraphs", flags | {"seeds": tuple(range(1, agents + 1))}, steps)
 
 
 def number(count):
@@ -233,9 +243,32 @@ def comparison(data):
     return "\n".join(lines)
 
 
+def population_table(data):
+    """A Markdown table: a step of N agents with its updates, and the estimate of what a card needs for it."""
+    names = ("", "agents", "nodes of graphs", "MB read and written", "operators outside of graphs")
+    lines = [
+        f"| {' | '.join([*names, 'GPU, us per step (estimate)', 'of each agent'])} |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for algo, by_agents in data["populations"].items():
+        for agents, parts in by_agents.items():
+            calls = {part: parts[part]["calls per step"] for part in ("update", "step")}
+            sums = {
+                name: sum(parts[part].get(name, 0) * calls[part] for part in calls)
+                for name in ("nodes", "kernels", "fills", "operators", "bytes")
+            }
+            in_graphs = sums["nodes"] + sums["kernels"] + sums["fills"]
+            least, most = estimates(parts)
+            cells = [ALGORITHMS[algo].title, agents, number(in_graphs), number(sums["bytes"] / 1e6)]
+            cells += [number(sums["operators"]), f"{least:.0f} to {most:.0f}"]
+            each = [f"{us / int(agents):.0f}" for us in (least, most)]
+            lines.append("| " + " | ".join(map(str, [*cells, " to ".join(each)])) + " |")
+    return "\n".join(lines)
+
+
 def main(args):
     data = total(json.loads(DATA.read_text()))
-    print(table(data))
+    print(f"{table(data)}\n\n{population_table(data)}")
     if args.write:
         DATA.write_text(json.dumps(data, indent=1) + "\n")
 

@@ -217,7 +217,7 @@ def measure(algo, flags, modes, seconds):
     case = CASES[algo]
     flags = case.flags | flags
     meter = Meter(seconds)
-    interval = max(10, 100 // script.Args(**flags).num_envs)  # vector steps; PPO logs each iteration
+    interval = max(1, 100 // script.Args(**flags).num_envs)  # vector steps; PPO logs each iteration
     with patch.object(script, "LOG_INTERVAL", interval, create=True):
         train(script, flags | modes, meter)
     return {

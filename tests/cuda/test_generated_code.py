@@ -10,9 +10,11 @@ from unittest.mock import Mock, patch
 import conftest
 import pytest
 import torch
-from conftest import TURBO, assert_same_state, saved
+from conftest import TURBO, assert_same_state, leaves, saved
 from emulated_cuda import emulated_cuda
 from test_training_on_cuda import OTHERS, SIZES, batched
+
+from leanrl import dqn_population_torchcompile, sac_population_torchcompile
 
 pytest.importorskip("triton")
 from generated_cuda import KERNEL, call_of, compiled_for_cuda
@@ -84,6 +86,38 @@ def test_training_runs_generated_code(name, settings, tmp_path):
     losses_at_once, state_at_once, _ = train(name, settings, tmp_path, late=False)
     assert losses_at_once == losses
     assert_same_state(state_at_once, state)
+
+
+POPULATIONS = {"sac": sac_population_torchcompile, "dqn": dqn_population_torchcompile}
+
+
+def train_agents(name, folder, late=True, compile=True, **session):
+    """The checkpoints of three agents after a short run on the emulated device, and the `Session`."""
+    script = POPULATIONS[name]
+    kwargs = SIZES[name] | SHORT[name] | {"compile": compile, "cudagraphs": compile, "run_dir": str(folder)}
+    lists = {key for key, value in vars(script.Args()).items() if isinstance(value, tuple)}
+    kwargs = {key: (value,) if key in lists else value for key, value in kwargs.items()}
+    no_policy = patch("torch.export.export", Mock(side_effect=RuntimeError("to save time")))
+    with emulated_cuda(late), no_policy, compiled_for_cuda(**session) as programs:
+        script.train(script.Args(**kwargs | {"seeds": (1, 2, 3), "gamma": (0.99, 0.9, 0.8)}))
+    paths = sorted(folder.glob("*/agent_*/checkpoint.pt"))
+    return [leaves(torch.load(path, weights_only=True)["learner"]) for path in paths], programs
+
+
+@pytest.mark.parametrize("name", [pytest.param("dqn"), pytest.param("sac", marks=pytest.mark.thorough)])
+def test_populations_run_generated_code(name, tmp_path):
+    """As the scripts of single agents do: the same bits in both schedules, near eager code's numbers."""
+    eager, _ = train_agents(name, tmp_path / "eager", compile=False)
+    late, programs = train_agents(name, tmp_path / "late", check=True)
+    check_placement(name, programs)
+    assert programs.errors.keys() == FUNCTIONS[name] and max(programs.errors.values()) < 1e-5, programs.errors
+    at_once, _ = train_agents(name, tmp_path / "at once", late=False)
+    assert len(late) == 3
+    for own, same, near in zip(late, at_once, eager, strict=True):
+        for (path, value), (_, equal), (_, expected) in zip(own, same, near, strict=True):
+            assert torch.equal(value, equal) if torch.is_tensor(value) else value == equal, path
+            if torch.is_tensor(value) and value.is_floating_point():
+                assert (value - expected).norm() <= 1e-3 * expected.norm().clamp(min=1e-3), path
 
 
 class Counter:

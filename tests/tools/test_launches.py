@@ -23,7 +23,7 @@ def test_counts_are_those_in_the_file(algo, mode):
         pytest.skip(f"counted with torch {DATA['torch']}")
     if "compile" in mode:
         pytest.importorskip("triton")
-    counts = launches.count(algo, mode)
+    counts = launches.count(algo, mode, *launches.RUNS[algo])
     assert counts == DATA["scripts"][algo][mode], "if this is meant: python -m benchmark.studies.launches --write"
 
 

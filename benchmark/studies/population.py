@@ -1,0 +1,164 @@
+"""How fast N agents train as one program, beside as many processes on the same cores.
+
+    python -m benchmark.studies.population  # half an hour on 2 cores
+    python -m benchmark.report              # put the results into doc/many_runs.md
+
+Both sides are there at once and train by turns: one is stopped while the other has the machine. Each process of a
+single agent has its share of the cores, at least one thread; the population has the script's default.
+"""
+
+import contextlib
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from benchmark import editions
+from benchmark.algorithms import ALGORITHMS
+from benchmark.arguments import check, parse
+from benchmark.report.machine import machine
+from benchmark.results import RESULTS, path_here, store, stored
+from benchmark.scripts import load
+from benchmark.speed.rounds import TURBO_FLAGS, end, possible, start
+
+POPULATIONS = {"sac_continuous_action": "sac_population_torchcompile", "dqn": "dqn_population_torchcompile"}
+SETTINGS = ["--total-timesteps=1000000000", "--learning-starts=1000", "--buffer-size=20000"]
+WARMING = -1  # the count of a process whose warm-up is not over
+HEADER = ("", "mode", "agents", "one program, steps/s", "processes, steps/s", "ratio")
+
+
+@dataclass
+class Args:
+    algos: tuple[str, ...] = tuple(POPULATIONS)
+    """names of the plain scripts"""
+    agents: tuple[int, ...] = (1, 2, 4, 8, 16)
+    """numbers of agents"""
+    rounds: int = 3
+    """turns of both sides"""
+    seconds: float = 6
+    """of a turn"""
+    results: Path = RESULTS
+    """folder that receives <machine>/population/<algo>.json"""
+
+
+def train(name, counter, *flags):
+    """Train until killed, and keep the environment steps so far in the file `counter`."""
+    script = load(name)
+    steps = np.memmap(counter, np.int64, "r+")
+
+    def count(run):
+        unfinished = run.unfinished
+
+        def counted():
+            if run.steady:
+                steps[0] = run.step
+            return unfinished()
+
+        run.unfinished = counted
+
+    script.train(tyro.cli(script.Args, args=flags), on_start=count)
+
+
+class Side:
+    """Processes that train at the same time."""
+
+    def __init__(self, folder, programs):
+        self.processes = []
+        self.counters = []
+        for i, (script, *flags) in enumerate(programs):
+            own = folder / str(i)
+            own.mkdir(parents=True)
+            counter = np.memmap(own / "steps", np.int64, "w+", shape=1)
+            counter[0] = WARMING
+            words = ["-m", "benchmark.studies.population", "train", script, own / "steps", *flags, f"--run-dir={own}"]
+            self.processes.append(start(list(map(str, words)), own))
+            self.counters.append(counter)
+
+    def send(self, number):
+        for process in self.processes:
+            os.killpg(process.pid, number)
+
+    def wait_until_warm(self):
+        while any(counter[0] == WARMING for counter in self.counters):
+            if any(process.poll() is not None for process in self.processes):
+                raise SystemExit(f"error: {self.processes[0].args}: a process has ended; see log.txt beside it")
+            time.sleep(0.2)
+
+    def turn(self, seconds):
+        """Train for `seconds`; environment steps per second of all processes together."""
+        before = sum(counter[0] for counter in self.counters)
+        begin = time.perf_counter()
+        self.send(signal.SIGCONT)
+        time.sleep(seconds)
+        self.send(signal.SIGSTOP)
+        return float(sum(counter[0] for counter in self.counters) - before) / (time.perf_counter() - begin)
+
+
+def measure(args, algo, mode, agents, folder):
+    """Steps per second of all agents, by side, a list over rounds."""
+    flags = [*SETTINGS, *TURBO_FLAGS[mode]]
+    threads = max(1, os.cpu_count() // agents)
+    seeds = [str(seed + 1) for seed in range(agents)]
+    programs = {
+        "population": [(POPULATIONS[algo], "--seeds", *seeds, *flags)],
+        "processes": [(f"{algo}_torchcompile", f"--seed={seed}", f"--threads={threads}", *flags) for seed in seeds],
+    }
+    with contextlib.ExitStack() as stack:
+        sides = {}
+        for name, own in programs.items():
+            sides[name] = Side(folder / name, own)
+            for process in sides[name].processes:
+                stack.callback(end, process)
+            sides[name].wait_until_warm()
+            sides[name].send(signal.SIGSTOP)
+        speeds = {name: [] for name in sides}
+        for _ in range(args.rounds):
+            for name, side in sides.items():
+                speeds[name].append(side.turn(args.seconds))
+    return {"population": [agents * speed for speed in speeds["population"]], "processes": speeds["processes"]}
+
+
+def rows(data):
+    """The rows of one algorithm's results."""
+    lines = []
+    for mode, by_agents in data["modes"].items():
+        for agents, speeds in by_agents.items():
+            one, many = (statistics.median(speeds[name]) for name in ("population", "processes"))
+            cells = [f"{one:.0f}", f"{many:.0f}", f"{one / many:.2f}"]
+            lines.append([ALGORITHMS[data["algo"]].title, mode, agents, *cells])
+    return lines
+
+
+def table(results):
+    """A Markdown table for each machine that has been measured."""
+    nothing = ["all", "all", "", "not measured", "not measured", ""]
+    return editions.tables(stored(results, "population", POPULATIONS), HEADER, rows, nothing, "Steps of all agents, ")
+
+
+def main(args):
+    check("algos", args.algos, POPULATIONS)
+    for algo in args.algos:
+        modes = {mode: {} for mode in possible(TURBO_FLAGS)}
+        for mode, speeds in modes.items():
+            for agents in args.agents:
+                with tempfile.TemporaryDirectory() as folder:
+                    speeds[agents] = measure(args, algo, mode, agents, Path(folder))
+                print(f"{algo}, {mode}, {agents} agents: {speeds[agents]}", file=sys.stderr, flush=True)
+        data = {"algo": algo, "machine": machine(), "modes": modes}
+        data |= editions.today(*(editions.script(name) for name in (POPULATIONS[algo], f"{algo}_torchcompile")))
+        store(path_here(args.results, "population", algo), data)
+    print(table(args.results))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["train"]:
+        train(*sys.argv[2:])
+    else:
+        main(parse(Args, __doc__))
