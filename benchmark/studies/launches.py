@@ -245,7 +245,7 @@ def comparison(data):
 
 def population_table(data):
     """A Markdown table: a step of N agents with its updates, and the estimate of what a card needs for it."""
-    names = ("", "agents", "nodes of graphs", "MB read and written", "operators outside of graphs")
+    names = ("script", "agents", "nodes of graphs", "MB read and written", "operators outside of graphs")
     lines = [
         f"| {' | '.join([*names, 'GPU, us per step (estimate)', 'of each agent'])} |",
         "|---|---|---|---|---|---|---|",
