@@ -1,12 +1,16 @@
 """Agents of a population are runs of the single script: the same numbers, and none sees another."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import TURBO, leaves, load_copy, scalars
+from conftest import TURBO, leaves, load_copy, scalars, wait_for
 from copies import ROOT
 from emulated_cuda import emulated_cuda
 
@@ -249,3 +253,31 @@ def test_a_gpu_may_take_its_time(kind, cudagraphs, tmp_path):
         assert_same_numbers(checkpoint(folders[late] / "agent_1"), checkpoint(single), tolerance)
     for i in range(3):
         assert_same_numbers(*(checkpoint(folders[late] / f"agent_{i}") for late in (False, True)))
+
+
+def test_an_interrupted_population_leaves_agents_that_can_be_tracked_played_and_resumed(tmp_path):
+    """As a process: Ctrl-C, a run on Weights & Biases for all, and an evaluation of one."""
+    script = ROOT / "leanrl" / "dqn_population_torchcompile.py"
+    words = [sys.executable, script, "--seeds", "1", "2", "--threads", "1", f"--run-dir={tmp_path}"]
+    settings = {"env": os.environ | {"WANDB_MODE": "offline"}, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    process = subprocess.Popen([*words, "--track", "--learning-starts=200", "--checkpoint-interval=300"], **settings)
+    wait_for(lambda: len(list(tmp_path.glob("*/agent_*/checkpoint.pt"))) == 2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT and "Traceback" not in errors, errors
+    (folder,) = tmp_path.iterdir()
+    assert list(folder.glob("wandb/offline-run-*"))
+    agents = [folder / f"agent_{i}" for i in range(2)]
+    steps = {json.loads((agent / "summary.json").read_text())["global_step"] for agent in agents}
+    steps |= {checkpoint(agent)["global_step"] for agent in agents}
+    assert len(steps) == 1
+    evaluation = [sys.executable, "-m", "instruments", "evaluate", agents[1], "--episodes", "2"]
+    done = subprocess.run(evaluation, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.startswith("2 episodes: mean return "), done.stderr
+    (step,) = steps
+    for resumed in (
+        [*words, f"--resume={folder}"],
+        [*words[:1], ROOT / "leanrl" / "dqn_torchcompile.py", f"--resume={agents[1]}"],
+    ):
+        done = subprocess.run([*resumed, f"--total-timesteps={step + 50}"], **settings)
+        assert done.returncode == 0, done.stderr
