@@ -38,3 +38,21 @@ def test_graphs_hold_all_operators_and_change_no_copy_and_no_wait(algo):
             assert launched == eager[part].get("operators", 0), part
         for name in ("calls per step", "h2d", "h2d bytes", "d2h", "d2h bytes", "waits"):
             assert counts.get(name) == eager[part].get(name), (part, name)
+
+
+@pytest.mark.parametrize(
+    "algo", [pytest.param("dqn"), pytest.param("sac_continuous_action", marks=pytest.mark.thorough)]
+)
+def test_counts_of_populations_are_those_in_the_file(algo):
+    if not torch.__version__.startswith(DATA["torch"]):
+        pytest.skip(f"counted with torch {DATA['torch']}")
+    pytest.importorskip("triton")
+    assert launches.count_agents(algo, 2) == DATA["populations"][algo]["2"]
+
+
+@pytest.mark.parametrize("algo", launches.POPULATIONS)
+def test_more_agents_launch_no_more_in_their_graphs(algo):
+    counted = DATA["populations"][algo]
+    for name in ("nodes", "kernels", "fills", "replays", "calls per step", "waits"):
+        for part in counted["2"]:
+            assert len({counted[str(agents)][part].get(name) for agents in (2, 4, 8, 16)}) == 1, (part, name)
