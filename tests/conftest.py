@@ -150,6 +150,7 @@ SMALL_LEARNERS = {"sac": SMALL, "td3": SMALL, "dqn": {"batch_size": 32, "buffer_
 SMALL_LEARNERS["ppo_atari"] = {"num_envs": 2, "num_steps": 16, "num_minibatches": 4}
 SMALL_LEARNERS |= {name: {"num_envs": 2, "batch_size": 8, "buffer_size": 64} for name in ("dqn_atari", "sac_atari")}
 SMALL_LEARNERS["ppo"] = SMALL_LEARNERS["ppo_atari"] | {"env_id": "Pendulum-v1"}
+SMALL_LEARNERS["ppo_lstm"] = {"num_envs": 4, "num_steps": 12, "num_minibatches": 2, "update_epochs": 2}
 
 
 def stem(script):
@@ -159,7 +160,7 @@ def stem(script):
 
 def algorithm(script):
     """The name of a plain or turbo script in ALGORITHMS."""
-    names = {stem: name for name, stem in ALGORITHMS.items()}
+    names = {stem: name for name, stem in ALGORITHMS.items()} | {"ppo_lstm": "ppo_lstm"}
     return names[copies.algorithm(Path(script.__file__))]
 
 

@@ -18,6 +18,7 @@ SIZES = {
     "dqn": REPLAY | EPSILON | {"env_id": "CartPole-v1", "train_frequency": 5, "total_timesteps": 300},
     "ppo": {"env_id": "Pendulum-v1", "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
     "ppo_atari": {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
+    "ppo_lstm": {"num_envs": 4, "num_steps": 6, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
 }
 SMALL_ATARI = REPLAY | {"env_id": "Breakout-v5", "num_envs": 2, "batch_size": 4, "target_network_frequency": 30}
 SIZES["sac_atari"] = SMALL_ATARI
