@@ -334,7 +334,7 @@ def check_resumed_run(script, folder):
         seen.append((first, learner.state.clone(), learner))
 
     args = script.Args(env_id="Unequal-v0", run_dir=str(folder), total_timesteps=32, **TINY)
-    args.learning_rate = 0.0
+    args.learning_rate = 1e-10  # all states are of the same weights
     conftest.train(script, args, on_log)
     (run,) = folder.glob("*/checkpoint.pt")
     memory = torch.load(run)["learner"]["memory"]
@@ -548,9 +548,10 @@ def test_a_planted_bug_is_caught(script, bug, old, new, caught_by, tmp_path, mon
     source = Path(script.__file__).read_text()
     assert source.count(old) == 1, f"not there once: {old}"
     edited = load_copy(stem(script), source.replace(old, new), tmp_path)
-    with pytest.raises((AssertionError, RuntimeError, KeyError)) as caught:
+    with pytest.raises((AssertionError, RuntimeError, KeyError, SystemExit)) as caught:
         caught_by(edited, tmp_path / "runs", monkeypatch)
     assert caught.type is not NotImplementedError  # which the emulated device raises
+    assert caught.type is not SystemExit or str(caught.value).startswith("error: step ")  # NaN
 
 
 @pytest.mark.parametrize("catch", [equality, resets, same_in_learning, bootstrap, restored, resumed, captured])
