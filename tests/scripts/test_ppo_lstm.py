@@ -431,11 +431,13 @@ ON_CUDA = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("settings", "runs"), ON_CUDA, ids=["discrete", "continuous", "target_kl"])
 def test_training_is_the_same_in_all_modes_and_schedules(settings, runs, tmp_path):
     check_training(TURBO, tmp_path, settings={"env_id": DISCRETE} | settings, runs=runs)
 
 
+@pytest.mark.thorough
 @each_env
 def test_training_is_that_of_the_cpu(env_id, tmp_path):
     check_against_cpu(TURBO, tmp_path, {"env_id": env_id})
