@@ -556,7 +556,7 @@ class Policy(nn.Module):
 
     def forward(self, obs, state=None):
         if state is None:
-            state = torch.zeros(len(obs), self.agent.state_dim)
+            state = torch.zeros(obs.shape[0], self.agent.state_dim)
         scaled = ((obs - self.mean) / self.std).clamp(-10, 10).float()
         outputs, _, _, state = self.agent(scaled, state)
         actions = outputs.argmax(-1) if self.discrete else outputs.clamp(self.low, self.high)
