@@ -32,6 +32,7 @@ CURVES = {  # of doc/artifacts, by the page that shows them
     "doc/ppo.md": ("ppo_halfcheetah", "ppo_init_entropy", "ppo_pong", "ppo_breakout"),
     "doc/dqn.md": ("dqn_cartpole", "dqn_breakout"),
     "doc/sac_discrete.md": ("sac_discrete_entropy",),
+    "doc/many_runs.md": ("population_cartpole",),
 }
 CAPTIONS = {
     "sac_halfcheetah": "SAC, HalfCheetah-v5: plain and turbo",
@@ -43,6 +44,7 @@ CAPTIONS = {
     "ppo_breakout": "PPO, Breakout-v5: the first steps",
     "dqn_cartpole": "DQN, CartPole-v1: plain and turbo",
     "dqn_breakout": "DQN, Breakout-v5: the first steps",
+    "population_cartpole": "DQN, CartPole-v1: eight agents as one program and as single runs",
     "sac_discrete_entropy": "SAC-discrete, Breakout-v5: entropy of the policy",
 }
 HEADLINE = ("ppo_continuous_action", "HalfCheetah-v5")
@@ -235,7 +237,7 @@ def texts(results):
     }
     pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured)}
     pages["doc/debugging.md"] = {"overhead": instrument_overhead.table(measured)}
-    pages["doc/many_runs.md"] = {"population": population.table(measured)}
+    pages["doc/many_runs.md"] |= {"population": population.table(measured)}
     counted = json.loads(launches.DATA.read_text())
     pages["doc/many_runs.md"]["agents"] = launches.population_table(counted)
     pages["doc/speed.md"]["launches"] = launches.table(counted)
