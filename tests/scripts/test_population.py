@@ -32,7 +32,7 @@ SAC = SimpleNamespace(
     },
     tags=("losses/qf_loss", "losses/alpha"),
     rates=("policy_lr", "q_lr"),
-    first_log=400,
+    frozen_at=400,
 )
 DQN = SimpleNamespace(
     script=dqn_population_torchcompile,
@@ -56,18 +56,18 @@ PPO = SimpleNamespace(
     flags={"env_id": "Pendulum-v1", "num_steps": 35, "num_minibatches": 2, "update_epochs": 3},
     obs_dim=3,
     lists={
-        "learning_rate": (3e-4, 1e-3, 1e-4),
+        "learning_rate": (3e-4, 3e-3, 1e-3),
         "gamma": (0.99, 0.95, 0.9),
         "gae_lambda": (0.95, 0.9, 1.0),
         "clip_coef": (0.2, 0.01, 0.3),
         "ent_coef": (0.0, 0.01, 0.02),
         "vf_coef": (0.5, 1.0, 0.2),
         "max_grad_norm": (0.5, 0.1, 1.0),
-        "target_kl": (None, 3e-4, 1e-6),
+        "target_kl": (None, 3e-4, 5e-5),
     },
     tags=("losses/policy_loss", "losses/value_loss", "losses/approx_kl", "losses/explained_variance"),
     rates=("learning_rate",),
-    first_log=70,
+    frozen_at=140,
 )
 ALL_EPOCHS = SimpleNamespace(**vars(PPO) | {"lists": {k: v for k, v in PPO.lists.items() if k != "target_kl"}})
 KINDS = [pytest.param(SAC, id="sac"), pytest.param(DQN, id="dqn"), pytest.param(PPO, id="ppo")]
@@ -93,6 +93,19 @@ def train_single(kind, folder, i, **flags):
     return train(kind, kind.single, folder, own | flags)
 
 
+@pytest.fixture(scope="module")
+def single_checkpoint(tmp_path_factory):
+    """A function: the checkpoint of the single run of an agent."""
+    runs = {}
+
+    def of(kind, i):
+        if (kind.single, i) not in runs:
+            runs[kind.single, i] = checkpoint(train_single(kind, tmp_path_factory.mktemp("single"), i))
+        return runs[kind.single, i]
+
+    return of
+
+
 def checkpoint(folder):
     return torch.load(folder / "checkpoint.pt", weights_only=True)
 
@@ -107,7 +120,7 @@ def assert_same_numbers(got, wanted, tolerance=0.0):
             assert same or tolerance, name
         elif tolerance:
             assert got[name].shape == value.shape
-            assert (got[name] - value).norm() <= tolerance * value.norm().clamp(min=1e-6), name
+            assert (got[name] - value).norm() <= tolerance * value.norm().clamp(min=1e-2), name
         else:
             assert torch.equal(got[name], value), name
 
@@ -186,8 +199,8 @@ def test_an_agent_that_diverges_is_frozen_and_the_others_go_on(kind, tmp_path, c
         rates = dict.fromkeys(kind.rates, lrs)
         train_population(kind, tmp_path / "all", script=script, total_timesteps=500, **rates)
     (folder,) = (tmp_path / "all").iterdir()
-    assert f"note: agent_1 is frozen: step {kind.first_log}: " in capsys.readouterr().err
-    assert f"step {kind.first_log}" in json.loads((folder / "agent_1" / "summary.json").read_text())["failed"]
+    assert f"note: agent_1 is frozen: step {kind.frozen_at}: " in capsys.readouterr().err
+    assert f"step {kind.frozen_at}" in json.loads((folder / "agent_1" / "summary.json").read_text())["failed"]
     assert not (folder / "agent_1" / "checkpoint.pt").exists()
     for i in (0, 2):
         single = train_single(kind, tmp_path / str(i), i, total_timesteps=500, **dict.fromkeys(kind.rates, lrs[i]))
@@ -242,13 +255,12 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=": ".join)
-def test_planted_bugs_are_noticed(bug, tmp_path):
+def test_planted_bugs_are_noticed(bug, tmp_path, single_checkpoint):
     kind = {"sac": SAC, "ppo": PPO}[bug[0]]
     folder = train_population(kind, tmp_path / "all", script=planted(kind, *BUGS[bug], tmp_path))
     with pytest.raises(AssertionError):
         for i in range(3):
-            single = train_single(kind, tmp_path / f"{i}", i)
-            assert_same_numbers(checkpoint(folder / f"agent_{i}"), checkpoint(single), 1e-4)
+            assert_same_numbers(checkpoint(folder / f"agent_{i}"), single_checkpoint(kind, i), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +283,7 @@ def test_planted_bugs_are_noticed(bug, tmp_path):
         ),
         (PPO, "gradient * scale.unsqueeze(-1)", "gradient * scale.unsqueeze(-1) + 0 * gradient.sum()"),
     ],
+    ids=["sac-loss", "sac-actions", "ppo-loss", "ppo-gradient"],
 )
 def test_a_nan_that_spreads_is_noticed(kind, right, wrong, tmp_path, capsys):
     script = planted(kind, right, wrong, tmp_path)
@@ -323,8 +336,18 @@ def test_bad_lists_are_refused(flags, message, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", [*KINDS, pytest.param(ALL_EPOCHS, id="ppo, all epochs")])
-@pytest.mark.parametrize("cudagraphs", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "cudagraphs"),
+    [
+        pytest.param(SAC, False, id="sac-eager"),
+        pytest.param(SAC, True, id="sac-cudagraphs"),
+        pytest.param(DQN, False, id="dqn-eager"),
+        pytest.param(DQN, True, id="dqn-cudagraphs"),
+        pytest.param(PPO, False, id="ppo-eager", marks=pytest.mark.thorough),
+        pytest.param(PPO, True, id="ppo-cudagraphs"),
+        pytest.param(ALL_EPOCHS, True, id="ppo-cudagraphs-all-epochs"),
+    ],
+)
 def test_a_gpu_may_take_its_time(kind, cudagraphs, tmp_path):
     """On the emulated CUDA device: the same bits whether it runs at once or late, and those of single runs."""
     short = {"total_timesteps": 384, "cudagraphs": cudagraphs}
