@@ -5,8 +5,8 @@ numbers and makes the same updates. What makes N agents cheap:
 
 1. The networks of all agents are rows of one matrix: a layer is one batched matmul, and Adam for all agents is as many
    operations as for one (`Networks`, `AdamByAgent`).
-2. The policies act in NumPy (`PPOPopulation.act`, `on_host`), and environments are stepped without gymnasium's vector
-   environment, which can cost more than they do (`DirectEnvs`).
+2. The policies act in NumPy (`PPOPopulation.act`, `on_host`), what they see is normalized for all at once
+   (`PopulationNormalizer`), and environments are stepped without gymnasium's vector environment (`DirectEnvs`).
 3. The rollouts of all agents are one block of host memory, and one copy takes it to the device
    (`PPOPopulation.record`, `PPOPopulation.update`).
 4. Values, log-probabilities and advantages of all rollouts are computed at once (`PPOPopulation.make_batch`, `gae`).
@@ -211,7 +211,7 @@ class PPOPopulation:
         self.max_grad_norm = torch.tensor([agent.max_grad_norm for agent in agents], device=device)
         self.target_kls = [math.inf if agent.target_kl is None else agent.target_kl for agent in agents]
         self.optimizers = {"agent": AdamByAgent(self.networks.weights, self.learning_rates)}
-        self.normalizers = [Normalizer(args.num_envs, self.obs_dim, agent.gamma) for agent in agents]
+        self.normalizer = PopulationNormalizer(args.num_envs, self.obs_dim, [agent.gamma for agent in agents])
         self.grad_norm = torch.zeros(len(agents), device=device)  # of the last minibatch, before clipping
         self.scalars = PopulationScalars(len(agents), device)
         self.updates = 0
@@ -382,10 +382,11 @@ class PPOPopulation:
         """
         if t == 0:
             self.draw_noise()
-        means = [mean_actions(own) for mean_actions, own in zip(self.mean_actions, obs, strict=True)]
-        actions = np.stack(means) + self.noise[:, t]
         self.steps["obs"][:, t] = obs
-        self.steps["actions"][:, t] = actions
+        actions = self.steps["actions"][:, t]
+        for i, mean_actions in enumerate(self.mean_actions):
+            actions[i] = mean_actions(obs[i])
+        actions += self.noise[:, t]
         actions = actions.reshape(-1, self.act_dim).clip(self.low, self.high)
         return np.where(np.isnan(actions), (self.low + self.high) / 2, actions)
 
@@ -395,31 +396,20 @@ class PPOPopulation:
             _, log_std, _ = network(torch.zeros(1, self.obs_dim))
             self.host_noise[i].normal_(generator=self.generators[i].host).mul_(log_std.exp())
 
-    def normalize(self, obs, rewards, ended):
-        """Observations and rewards scaled by each agent's statistics, which include them.
-
-        All are NumPy, (agents * num_envs, ...); the results are (agents, num_envs, ...).
-        """
-        parts = zip(*(np.split(x, len(self.agents)) for x in (obs, rewards, ended)), strict=True)
-        scaled = [normalizer.normalize(*own) for normalizer, own in zip(self.normalizers, parts, strict=True)]
-        return [np.stack(columns) for columns in zip(*scaled, strict=True)]
-
     def record(self, t, next_obs, last_obs, rewards, terminated, ended):
-        """Store what step `t` led to; all are NumPy, (agents * num_envs, ...). Returns `next_obs` normalized.
+        """Store what step `t` led to; all are NumPy, (agents * num_envs, ...). Returns `next_obs` normalized,
+        (agents, num_envs, obs_dim).
 
         `last_obs` is `next_obs`, but the last observation where an episode ended, as `ended` says.
         """
-        obs, rewards = self.normalize(next_obs, rewards, ended)
-        last = obs
-        if last_obs is not next_obs:
-            parts = np.split(last_obs, len(self.agents))
-            last = [normalizer.scale_obs(own) for normalizer, own in zip(self.normalizers, parts, strict=True)]
-        if not self.args.bootstrap_truncation:
-            terminated = ended
+        rows = len(self.agents), self.args.num_envs
+        rewards, terminated, ended = (column.reshape(rows) for column in (rewards, terminated, ended))
+        obs, rewards = self.normalizer.normalize(next_obs.reshape(*rows, -1), rewards, ended)
+        last = obs if last_obs is next_obs else self.normalizer.scale_obs(last_obs.reshape(*rows, -1))
         self.steps["next_obs"][:, t] = last
         self.steps["rewards"][:, t] = rewards
-        self.steps["terminated"][:, t] = terminated.reshape(rewards.shape)
-        self.steps["ended"][:, t] = ended.reshape(rewards.shape)
+        self.steps["terminated"][:, t] = terminated if self.args.bootstrap_truncation else ended
+        self.steps["ended"][:, t] = ended
         return obs
 
     def apply_compile_and_cudagraphs(self):
@@ -442,14 +432,14 @@ class PPOPopulation:
 
     def policy(self, i):
         """A copy of an agent's deterministic policy, on the CPU."""
-        return Policy(self.networks.cpu_copy(i), self.normalizers[i], self.low, self.high).eval()
+        return Policy(self.networks.cpu_copy(i), self.normalizer.tensors(i), self.low, self.high).eval()
 
     def tensors(self, i):
         """Every tensor of an agent that updates change. What is missing here is not saved."""
         return {
             "networks": {"agent": self.networks.networks[i].state_dict()},
             "optimizers": {name: optimizer.tensors(i) for name, optimizer in self.optimizers.items()},
-            "normalizer": self.normalizers[i].tensors(),
+            "normalizer": self.normalizer.tensors(i),
         }
 
     def state_dict(self, i):
@@ -481,7 +471,7 @@ def train(args, on_start=lambda population: None):
         population.start(envs, learner)
         seeds = [agent.seed + population.step for agent in agents]
         obs, _ = envs.reset(seed=[seed + i for seed in seeds for i in range(args.num_envs)])
-        obs, _ = learner.normalize(obs, rewards=np.zeros(len(obs)), ended=np.zeros(len(obs), bool))
+        obs, _ = learner.normalizer.normalize(obs.reshape(len(agents), args.num_envs, -1))
         on_start(population)
         while population.unfinished():
             remaining = 1 - population.step / args.total_timesteps if args.anneal_lr else 1.0
@@ -501,11 +491,11 @@ class Policy(nn.Module):
     It normalizes observations by the statistics of its time and clips actions to their bounds.
     """
 
-    def __init__(self, agent, normalizer, low, high):
+    def __init__(self, agent, statistics, low, high):
         super().__init__()
         self.agent = agent
-        self.register_buffer("mean", torch.tensor(normalizer.mean[:-1]))
-        self.register_buffer("std", torch.tensor(normalizer.std[:-1]))
+        self.register_buffer("mean", statistics["mean"][:-1].clone())
+        self.register_buffer("std", statistics["std"][:-1].clone())
         self.register_buffer("low", torch.tensor(low))
         self.register_buffer("high", torch.tensor(high))
 
@@ -800,43 +790,48 @@ class DirectEnvs(gym.vector.VectorWrapper):
         return next_obs, last_obs, rewards, terminated, truncated
 
 
-class Normalizer:
+class PopulationNormalizer:
     """Scales observations to mean 0 and variance 1, and rewards so that discounted returns have variance 1.
 
-    All environments share the statistics, which are float64 (Chan, Golub and LeVeque 1983). Results are in [-10, 10].
+    The environments of an agent share its statistics, which are float64 (Chan, Golub and LeVeque 1983). Results are in
+    [-10, 10].
     """
 
     def __init__(self, num_envs, obs_dim, gamma):
-        self.gamma = gamma
-        self.rows = np.zeros((num_envs, obs_dim + 1))  # observation, and the discounted return so far
-        self.returns = self.rows[:, -1]
-        self.count = np.zeros(1)
-        self.mean = np.zeros(obs_dim + 1)
-        self.squares = np.zeros(obs_dim + 1)  # sum of squared differences from the mean
-        self.std = np.ones(obs_dim + 1)
+        """`gamma` has each agent's discount factor."""
+        self.gamma = np.array(gamma)[:, None]
+        self.rows = np.zeros((len(gamma), num_envs, obs_dim + 1))  # observation, and the discounted return so far
+        self.returns = self.rows[..., -1]
+        self.count = np.zeros((len(gamma), 1))
+        self.mean = np.zeros((len(gamma), obs_dim + 1))
+        self.squares = np.zeros((len(gamma), obs_dim + 1))  # sum of squared differences from the mean
+        self.std = np.ones((len(gamma), obs_dim + 1))
 
     def normalize(self, obs, rewards=0.0, ended=False):
-        """Observations, (num_envs, obs_dim), and rewards, (num_envs,), scaled by statistics that include them."""
-        self.rows[:, :-1] = obs
+        """Observations and rewards, scaled by statistics that include them.
+
+        They are (agents, num_envs, obs_dim) and (agents, num_envs).
+        """
+        self.rows[..., :-1] = obs
         self.returns[:] = self.gamma * self.returns + rewards
-        errors = self.rows - self.mean
-        self.count += len(errors)
-        self.mean += np.add.reduce(errors) / self.count
-        centered = self.rows - self.mean
-        self.squares += np.add.reduce(errors * centered)
+        errors = self.rows - self.mean[:, None]
+        self.count += errors.shape[1]
+        self.mean += np.add.reduce(errors, 1) / self.count
+        centered = self.rows - self.mean[:, None]
+        self.squares += np.add.reduce(errors * centered, 1)
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
         self.returns[ended] = 0
-        centered[:, -1] = rewards
-        scaled = (centered / self.std).clip(-10, 10).astype(np.float32)
-        return scaled[:, :-1], scaled[:, -1]
+        centered[..., -1] = rewards
+        scaled = (centered / self.std[:, None]).clip(-10, 10).astype(np.float32)
+        return scaled[..., :-1], scaled[..., -1]
 
     def scale_obs(self, obs):
-        """Observations, (n, obs_dim), scaled by the statistics as they are."""
-        return ((obs - self.mean[:-1]) / self.std[:-1]).clip(-10, 10).astype(np.float32)
+        """Observations, (agents, n, obs_dim), scaled by the statistics as they are."""
+        return ((obs - self.mean[:, None, :-1]) / self.std[:, None, :-1]).clip(-10, 10).astype(np.float32)
 
-    def tensors(self):
-        """The statistics by name, as tensors that share their memory."""
-        return {name: torch.from_numpy(getattr(self, name)) for name in ("count", "mean", "squares", "std")}
+    def tensors(self, i):
+        """An agent's statistics by name, as tensors that share their memory."""
+        return {name: torch.from_numpy(getattr(self, name)[i]) for name in ("count", "mean", "squares", "std")}
 
 
 def gaussian_log_prob(mean, log_std, actions):

@@ -247,8 +247,8 @@ BUGS = {
         "advantages.std()",
     ),
     ("ppo", "statistics of all agents' observations"): (
-        "[Normalizer(args.num_envs, self.obs_dim, agent.gamma) for agent in agents]",
-        "[Normalizer(args.num_envs, self.obs_dim, agent.gamma)] * len(agents)",
+        "self.mean += np.add.reduce(errors, 1) / self.count",
+        "self.mean += np.add.reduce(errors, 1).mean(0) / self.count",
     ),
     ("ppo", "an agent that has ended goes on"): ("tensor[i].copy_(value)", "pass"),
 }
