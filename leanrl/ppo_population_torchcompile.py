@@ -199,12 +199,12 @@ class PPOPopulation:
             self.generators.append(Generators(device))
         self.batched = args.compile or self.cudagraphs
         self.networks = Networks(networks, self.batched)
-        # in float64, for the same rounding as with the single script's numbers
-        numbers = partial(torch.tensor, dtype=torch.float64, device=device)
-        self.learning_rates = numbers([[agent.learning_rate] for agent in agents])
-        self.gamma = numbers([agent.gamma for agent in agents])
-        self.gae_lambda = numbers([agent.gae_lambda for agent in agents])
-        clip = numbers([[agent.clip_coef] for agent in agents])
+        # float64 as the single script's numbers are, so that what is computed from them rounds the same
+        float64 = partial(torch.tensor, dtype=torch.float64, device=device)
+        self.learning_rates = float64([[agent.learning_rate] for agent in agents])
+        self.gamma = float64([agent.gamma for agent in agents])
+        self.gae_lambda = float64([agent.gae_lambda for agent in agents])
+        clip = float64([[agent.clip_coef] for agent in agents])
         self.clip, self.clip_low, self.clip_high = clip.float(), (1 - clip).float(), (1 + clip).float()
         self.ent_coef = torch.tensor([agent.ent_coef for agent in agents], device=device)
         self.vf_coef = torch.tensor([agent.vf_coef for agent in agents], device=device)
