@@ -51,7 +51,11 @@ RUNS = {  # flags, and how many steps to count: whole periods of all that is not
     "sac_atari": (EARLY_ATARI, 100),
 }
 PARTS = ("update", "update_target", "losses")  # methods that are counted by themselves; all else is the step
-POPULATIONS = {"sac_continuous_action": "sac_population", "dqn": "dqn_population"}
+POPULATIONS = {
+    "sac_continuous_action": "sac_population",
+    "dqn": "dqn_population",
+    "ppo_continuous_action": "ppo_population",
+}
 AGENTS = (1, 2, 4, 8, 16)
 COLUMNS = (
     "operators",

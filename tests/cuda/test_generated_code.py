@@ -14,7 +14,7 @@ from conftest import TURBO, assert_same_state, leaves, saved
 from emulated_cuda import emulated_cuda
 from test_training_on_cuda import OTHERS, SIZES, batched
 
-from leanrl import dqn_population_torchcompile, sac_population_torchcompile
+from leanrl import dqn_population_torchcompile, ppo_population_torchcompile, sac_population_torchcompile
 
 pytest.importorskip("triton")
 from generated_cuda import KERNEL, call_of, compiled_for_cuda
@@ -88,7 +88,11 @@ def test_training_runs_generated_code(name, settings, tmp_path):
     assert_same_state(state_at_once, state)
 
 
-POPULATIONS = {"sac": sac_population_torchcompile, "dqn": dqn_population_torchcompile}
+POPULATIONS = {
+    "sac": sac_population_torchcompile,
+    "dqn": dqn_population_torchcompile,
+    "ppo": ppo_population_torchcompile,
+}
 
 
 def train_agents(name, folder, late=True, compile=True, **session):
@@ -104,7 +108,7 @@ def train_agents(name, folder, late=True, compile=True, **session):
     return [leaves(torch.load(path, weights_only=True)["learner"]) for path in paths], programs
 
 
-@pytest.mark.parametrize("name", [pytest.param("dqn"), pytest.param("sac", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["dqn", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("sac", "ppo"))])
 def test_populations_run_generated_code(name, tmp_path):
     """As the scripts of single agents do: the same bits in both schedules, near eager code's numbers."""
     eager, _ = train_agents(name, tmp_path / "eager", compile=False)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,13 +15,14 @@ from conftest import TURBO, leaves, load_copy, scalars, wait_for
 from copies import ROOT
 from emulated_cuda import emulated_cuda
 
-from leanrl import dqn_population_torchcompile, sac_population_torchcompile
+from leanrl import dqn_population_torchcompile, ppo_population_torchcompile, sac_population_torchcompile
 
 SEEDS = (1, 5, 9)
 SAC = SimpleNamespace(
     script=sac_population_torchcompile,
     single=TURBO["sac"],
-    flags={"env_id": "Pendulum-v1", "learning_starts": 360, "buffer_size": 300},
+    flags={"env_id": "Pendulum-v1", "learning_starts": 360, "buffer_size": 300, "batch_size": 32},
+    obs_dim=3,
     lists={
         "policy_lr": (3e-4, 1e-3, 1e-4),
         "q_lr": (1e-3, 3e-3, 2e-3),
@@ -29,12 +31,15 @@ SAC = SimpleNamespace(
         "alpha": (0.2, 0.1, 0.3),
     },
     tags=("losses/qf_loss", "losses/alpha"),
+    rates=("policy_lr", "q_lr"),
+    frozen_at=400,
 )
 DQN = SimpleNamespace(
     script=dqn_population_torchcompile,
     single=TURBO["dqn"],
-    flags={"env_id": "CartPole-v1", "learning_starts": 150, "buffer_size": 100}
+    flags={"env_id": "CartPole-v1", "learning_starts": 150, "buffer_size": 100, "batch_size": 32}
     | {"train_frequency": 7, "target_network_frequency": 50},
+    obs_dim=4,
     lists={
         "learning_rate": (2.5e-4, 1e-3, 1e-4),
         "gamma": (0.99, 0.95, 0.9),
@@ -45,13 +50,33 @@ DQN = SimpleNamespace(
     },
     tags=("losses/td_loss", "losses/q_values"),
 )
-KINDS = [pytest.param(SAC, id="sac"), pytest.param(DQN, id="dqn")]
+PPO = SimpleNamespace(
+    script=ppo_population_torchcompile,
+    single=TURBO["ppo"],
+    flags={"env_id": "Pendulum-v1", "num_steps": 35, "num_minibatches": 2, "update_epochs": 3},
+    obs_dim=3,
+    lists={
+        "learning_rate": (3e-4, 3e-3, 1e-3),
+        "gamma": (0.99, 0.95, 0.9),
+        "gae_lambda": (0.95, 0.9, 1.0),
+        "clip_coef": (0.2, 0.01, 0.3),
+        "ent_coef": (0.0, 0.01, 0.02),
+        "vf_coef": (0.5, 1.0, 0.2),
+        "max_grad_norm": (0.5, 0.1, 1.0),
+        "target_kl": (None, 3e-4, 5e-5),
+    },
+    tags=("losses/policy_loss", "losses/value_loss", "losses/approx_kl", "losses/explained_variance"),
+    rates=("learning_rate",),
+    frozen_at=140,
+)
+ALL_EPOCHS = SimpleNamespace(**vars(PPO) | {"lists": {k: v for k, v in PPO.lists.items() if k != "target_kl"}})
+KINDS = [pytest.param(SAC, id="sac"), pytest.param(DQN, id="dqn"), pytest.param(PPO, id="ppo")]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def train(kind, script, folder, flags):
     """The folder of a run, which trains in `folder`."""
-    common = {"total_timesteps": 420, "batch_size": 32, "num_envs": 2, "threads": 1, "run_dir": str(folder)}
+    common = {"total_timesteps": 420, "num_envs": 2, "threads": 1, "run_dir": str(folder)}
     script.train(script.Args(**common | kind.flags | flags))
     (run,) = folder.iterdir()
     return run
@@ -68,6 +93,19 @@ def train_single(kind, folder, i, **flags):
     return train(kind, kind.single, folder, own | flags)
 
 
+@pytest.fixture(scope="module")
+def single_checkpoint(tmp_path_factory):
+    """A function: the checkpoint of the single run of an agent."""
+    runs = {}
+
+    def of(kind, i):
+        if (kind.single, i) not in runs:
+            runs[kind.single, i] = checkpoint(train_single(kind, tmp_path_factory.mktemp("single"), i))
+        return runs[kind.single, i]
+
+    return of
+
+
 def checkpoint(folder):
     return torch.load(folder / "checkpoint.pt", weights_only=True)
 
@@ -82,7 +120,7 @@ def assert_same_numbers(got, wanted, tolerance=0.0):
             assert same or tolerance, name
         elif tolerance:
             assert got[name].shape == value.shape
-            assert (got[name] - value).norm() <= tolerance * value.norm().clamp(min=1e-6), name
+            assert (got[name] - value).norm() <= tolerance * value.norm().clamp(min=1e-2), name
         else:
             assert torch.equal(got[name], value), name
 
@@ -102,9 +140,17 @@ def test_agents_are_single_runs_to_the_last_bit(kind, tmp_path):
         one, other = (json.loads((path / "summary.json").read_text()) for path in (agent, single))
         assert one.keys() >= other.keys()
         assert one["episodic_return"] == other["episodic_return"] and one["seed"] == SEEDS[i]
-        obs = torch.randn(5, 3 if kind is SAC else 4)
+        obs = torch.randn(5, kind.obs_dim)
         one, other = (torch.export.load(path / "policy.pt2").module() for path in (agent, single))
         assert torch.equal(one(obs), other(obs))
+
+
+def test_epochs_end_for_each_agent_by_its_own_divergence(tmp_path):
+    """Else the test above would say little: the agents have made different numbers of steps."""
+    folder = train_population(PPO, tmp_path)
+    decays = [checkpoint(folder / f"agent_{i}")["learner"]["optimizers"]["agent"]["decay"][0] for i in range(3)]
+    steps = [round((decay.log() / np.log(0.9)).item()) for decay in decays]
+    assert steps[0] == 6 * 3 * 2 and steps[0] > steps[1] > steps[2] >= 6 * 2, steps
 
 
 def test_without_autotune_alphas_are_the_agents_own(tmp_path):
@@ -121,6 +167,7 @@ def test_compiled_agents_are_single_runs(kind, agents, tolerance, tmp_path):
     """To the last bit if there is one, else up to rounding."""
     folder = train_population(kind, tmp_path / "all", agents, compile=True)
     for number, i in enumerate(agents):
+        torch._dynamo.reset()  # as in a process of its own
         single = train_single(kind, tmp_path / str(i), i, compile=True)
         assert_same_numbers(checkpoint(folder / f"agent_{number}"), checkpoint(single), tolerance)
 
@@ -142,83 +189,133 @@ def test_populations_and_single_runs_resume(kind, tmp_path):
         assert_same_numbers(checkpoint(again / f"agent_{i}"), checkpoint(wanted[i]))
 
 
-def test_an_agent_that_diverges_is_frozen_and_the_others_go_on(tmp_path, capsys, script=None):
+on_policy_or_off = pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
+
+
+@on_policy_or_off
+def test_an_agent_that_diverges_is_frozen_and_the_others_go_on(kind, tmp_path, capsys, script=None):
     lrs = (3e-4, 1e12, 1e-4)
     with pytest.raises(SystemExit, match="1 of 3 agents are frozen"):
-        train_population(SAC, tmp_path / "all", script=script, policy_lr=lrs, q_lr=lrs, total_timesteps=500)
+        rates = dict.fromkeys(kind.rates, lrs)
+        train_population(kind, tmp_path / "all", script=script, total_timesteps=500, **rates)
     (folder,) = (tmp_path / "all").iterdir()
-    assert "note: agent_1 is frozen: step 400: " in capsys.readouterr().err
-    assert "step 400" in json.loads((folder / "agent_1" / "summary.json").read_text())["failed"]
+    assert f"note: agent_1 is frozen: step {kind.frozen_at}: " in capsys.readouterr().err
+    assert f"step {kind.frozen_at}" in json.loads((folder / "agent_1" / "summary.json").read_text())["failed"]
     assert not (folder / "agent_1" / "checkpoint.pt").exists()
     for i in (0, 2):
-        flags = {"policy_lr": lrs[i], "q_lr": lrs[i], "total_timesteps": 500}
-        single = train_single(SAC, tmp_path / str(i), i, **flags)
+        single = train_single(kind, tmp_path / str(i), i, total_timesteps=500, **dict.fromkeys(kind.rates, lrs[i]))
         assert_same_numbers(checkpoint(folder / f"agent_{i}"), checkpoint(single))
 
 
 BUGS = {
-    "agents mixed by a reshape": (
+    ("sac", "agents mixed by a reshape"): (
         "obs.numpy()[:] = act_on.reshape(obs.shape)",
         "obs.numpy()[:] = act_on.reshape(obs.shape[1], obs.shape[0], -1).swapaxes(0, 1)",
     ),
-    "one generator for all": (
+    ("sac", "one generator for all"): (
         "self.generators.append(Generators(device))",
         "self.generators.append(self.generators[0] if self.generators else Generators(device))",
     ),
-    "the first agent's learning rate for all": ("torch.tensor(lr, dtype", "torch.tensor([lr[0]] * len(lr), dtype"),
-    "the first agent's discount for all": (
+    ("sac", "the first agent's learning rate for all"): (
+        "torch.tensor(lr, dtype",
+        "torch.tensor([lr[0]] * len(lr), dtype",
+    ),
+    ("sac", "the first agent's discount for all"): (
         "[[agent.gamma] for agent in agents]",
         "[[agents[0].gamma] for _ in agents]",
     ),
-    "the first agent's batches for all": ("self.rows[self.agent, place]", "self.rows[0 * self.agent, place]"),
+    ("sac", "the first agent's batches for all"): ("self.rows[self.agent, place]", "self.rows[0 * self.agent, place]"),
+    ("ppo", "agents mixed by a reshape"): (
+        "split_columns(self.rollout.flatten(1, 2), self.step_shapes)",
+        "split_columns(self.rollout.transpose(0, 1).reshape(self.rollout.flatten(1, 2).shape), self.step_shapes)",
+    ),
+    ("ppo", "one generator for all"): (
+        "self.generators.append(Generators(device))",
+        "self.generators.append(self.generators[0] if self.generators else Generators(device))",
+    ),
+    ("ppo", "the first agent's learning rate for all"): (
+        "[[agent.learning_rate] for agent in agents]",
+        "[[agents[0].learning_rate] for _ in agents]",
+    ),
+    ("ppo", "one order of transitions for all"): (
+        "uniform[i].uniform_(generator=self.generators[i].device)",
+        "uniform[i].uniform_(generator=self.generators[i].device).copy_(uniform[0])",
+    ),
+    ("ppo", "all gradients clipped together"): ("self.by_agent(torch.norm, gradient)", "gradient.norm()"),
+    ("ppo", "advantages normalized over all agents"): (
+        "self.by_agent(torch.std, advantages).unsqueeze(-1)",
+        "advantages.std()",
+    ),
+    ("ppo", "statistics of all agents' observations"): (
+        "self.mean += np.add.reduce(errors, 1) / self.count",
+        "self.mean += np.add.reduce(errors, 1).mean(0) / self.count",
+    ),
+    ("ppo", "an agent that has ended goes on"): ("tensor[i].copy_(value)", "pass"),
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_noticed(bug, tmp_path):
-    script = planted(*BUGS[bug], tmp_path)
-    folder = train_population(SAC, tmp_path / "all", script=script)
+@pytest.mark.parametrize("bug", BUGS, ids=": ".join)
+def test_planted_bugs_are_noticed(bug, tmp_path, single_checkpoint):
+    kind = {"sac": SAC, "ppo": PPO}[bug[0]]
+    folder = train_population(kind, tmp_path / "all", script=planted(kind, *BUGS[bug], tmp_path))
     with pytest.raises(AssertionError):
         for i in range(3):
-            single = train_single(SAC, tmp_path / f"{i}", i)
-            assert_same_numbers(checkpoint(folder / f"agent_{i}"), checkpoint(single), 1e-4)
+            assert_same_numbers(checkpoint(folder / f"agent_{i}"), single_checkpoint(kind, i), 1e-4)
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong"),
+    ("kind", "right", "wrong"),
     [
         (
+            SAC,
             "torch.autograd.grad(qf_loss.sum(), weights)",
             "torch.autograd.grad(qf_loss.sum() + 0 * qf_loss.prod(), weights)",
         ),
         (
+            SAC,
             "return np.where(np.isnan(actions), (self.low + self.high) / 2, actions)",
             "return np.full_like(actions, actions.mean())",
         ),
+        (
+            PPO,
+            "torch.autograd.grad(loss.sum(), weights)",
+            "torch.autograd.grad(loss.sum() + 0 * loss.prod(), weights)",
+        ),
+        (PPO, "gradient * scale.unsqueeze(-1)", "gradient * scale.unsqueeze(-1) + 0 * gradient.sum()"),
     ],
+    ids=["sac-loss", "sac-actions", "ppo-loss", "ppo-gradient"],
 )
-def test_a_nan_that_spreads_is_noticed(right, wrong, tmp_path, capsys):
-    script = planted(right, wrong, tmp_path)
+def test_a_nan_that_spreads_is_noticed(kind, right, wrong, tmp_path, capsys):
+    script = planted(kind, right, wrong, tmp_path)
     with pytest.raises(AssertionError):
-        test_an_agent_that_diverges_is_frozen_and_the_others_go_on(tmp_path, capsys, script)
+        test_an_agent_that_diverges_is_frozen_and_the_others_go_on(kind, tmp_path, capsys, script)
 
 
-def planted(right, wrong, folder):
+def planted(kind, right, wrong, folder):
     """The script with a bug."""
-    source = (ROOT / "leanrl" / "sac_population_torchcompile.py").read_text()
+    source = Path(kind.script.__file__).read_text()
     assert source.count(right) == 1
     return load_copy("planted", source.replace(right, wrong), folder)
 
 
-def test_environments_see_no_nan(tmp_path):
+@on_policy_or_off
+def test_environments_see_no_nan(kind, tmp_path):
     """The action of a diverged policy is the middle of the action space."""
-    script = SAC.script
-    args = script.Args(**SAC.flags, num_envs=2, seeds=(1, 2))
+    script = kind.script
+    args = script.Args(**kind.flags, num_envs=2, seeds=(1, 2))
     envs = script.make_envs(script.replace(args, num_envs=4), tmp_path)
-    learner = script.SACPopulation(args, script.agents_of(args), envs, torch.device("cpu"))
-    learner.host_actions[1] = float("nan")
-    learner.host_actions[0] = 1.5
-    assert np.array_equal(learner.next_actions(), [[1.5], [1.5], [0], [0]])
+    (learner,) = (value for name, value in vars(script).items() if name in ("SACPopulation", "PPOPopulation"))
+    learner = learner(args, script.agents_of(args), envs, torch.device("cpu"))
+    if kind is SAC:
+        learner.host_actions[1] = float("nan")
+        learner.host_actions[0] = 1.5
+        actions = learner.next_actions()
+    else:
+        learner.networks.weights[1] = float("nan")
+        learner.networks.weights[0] = 0
+        learner.networks.networks[0].actor[-1].bias.fill_(100)  # far outside
+        actions = learner.act(0, np.zeros((2, 2, 3), np.float32)) * 1.5 / 2
+    assert np.array_equal(actions, [[1.5], [1.5], [0], [0]])
 
 
 @pytest.mark.parametrize(
@@ -239,8 +336,18 @@ def test_bad_lists_are_refused(flags, message, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@each_kind
-@pytest.mark.parametrize("cudagraphs", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "cudagraphs"),
+    [
+        pytest.param(SAC, False, id="sac-eager"),
+        pytest.param(SAC, True, id="sac-cudagraphs"),
+        pytest.param(DQN, False, id="dqn-eager"),
+        pytest.param(DQN, True, id="dqn-cudagraphs"),
+        pytest.param(PPO, False, id="ppo-eager", marks=pytest.mark.thorough),
+        pytest.param(PPO, True, id="ppo-cudagraphs"),
+        pytest.param(ALL_EPOCHS, True, id="ppo-cudagraphs-all-epochs"),
+    ],
+)
 def test_a_gpu_may_take_its_time(kind, cudagraphs, tmp_path):
     """On the emulated CUDA device: the same bits whether it runs at once or late, and those of single runs."""
     short = {"total_timesteps": 384, "cudagraphs": cudagraphs}

@@ -41,7 +41,7 @@ def test_graphs_hold_all_operators_and_change_no_copy_and_no_wait(algo):
 
 
 @pytest.mark.parametrize(
-    "algo", [pytest.param("dqn"), pytest.param("sac_continuous_action", marks=pytest.mark.thorough)]
+    "algo", [pytest.param(algo, marks=[pytest.mark.thorough] * (algo != "dqn")) for algo in launches.POPULATIONS]
 )
 def test_counts_of_populations_are_those_in_the_file(algo):
     if not torch.__version__.startswith(DATA["torch"]):
