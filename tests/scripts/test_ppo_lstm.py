@@ -64,6 +64,7 @@ class TMaze(gym.Env):
 
 
 gym.register("TMaze-v0", entry_point=TMaze)
+gym.register("TMaze50-v0", entry_point=TMaze, kwargs={"length": 50})
 
 
 @pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
@@ -566,6 +567,8 @@ def test_the_script_as_it_is_passes(catch, tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 
 MAZE = {"env_id": "TMaze-v0", "total_timesteps": 60_000, "num_envs": 16, "num_steps": 64, "cuda": False}
+LONG_MAZE = MAZE | {"env_id": "TMaze50-v0", "total_timesteps": 150_000, "num_steps": 128}
+each_maze = pytest.mark.parametrize("maze", [MAZE, LONG_MAZE], ids=["10", "50"])
 
 
 def returns_in_the_maze(script, folder, **kwargs):
@@ -575,22 +578,28 @@ def returns_in_the_maze(script, folder, **kwargs):
     return np.mean(scalars(run, "charts/episodic_return")[-100:])
 
 
+def test_turbo_learns_to_remember(tmp_path):
+    """The one of these that is short enough for the quick suite."""
+    assert returns_in_the_maze(TURBO, tmp_path, cell="gru", total_timesteps=40_000) > 0.8
+
+
 @pytest.mark.thorough
 @each_cell
-def test_it_learns_to_remember(script, cell, tmp_path):
-    """A policy without memory has a return of 0 at most."""
-    assert returns_in_the_maze(script, tmp_path, cell=cell) > 0.8
+@each_maze
+def test_it_learns_to_remember(script, cell, maze, tmp_path):
+    """A policy without memory has a return of 0 at most: that is what "no memory" in test_edits.py gets."""
+    assert returns_in_the_maze(script, tmp_path, cell=cell, **maze) > 0.8
 
 
-@pytest.mark.thorough
-def test_without_memory_it_does_not(script, tmp_path, monkeypatch):
-    """The control: the same agent, whose state is 0 at every step."""
-    record = script.PPO.record
-
-    def forget(self, *args):
-        obs = record(self, *args)
-        self.starts[:] = True
-        return obs
-
-    monkeypatch.setattr(script.PPO, "record", forget)
-    assert returns_in_the_maze(script, tmp_path) < 0.4
+@pytest.mark.parametrize("task", ["RepeatPrevious", "PositionOnlyCartPole", "PositionOnlyPendulum"])
+def test_popgym(script, task, tmp_path):
+    """The tasks of doc/ppo.md train, by the names that it gives them, and resume."""
+    pytest.importorskip("popgym")
+    args = script.Args(env_id=f"popgym:popgym-{task}Easy-v0", run_dir=str(tmp_path), total_timesteps=64, **TINY)
+    script.train(args)
+    (run,) = tmp_path.iterdir()
+    assert run.name.startswith(f"{args.env_id}__{stem(script)}__1__") and (run / "policy.pt2").exists()
+    args.total_timesteps, args.resume = 128, str(run)
+    script.train(args)
+    (resumed,) = set(tmp_path.iterdir()) - {run}
+    assert json.loads((resumed / "summary.json").read_text())["global_step"] == 128
