@@ -1,6 +1,7 @@
 """PPO with memory: plain against turbo, resets, bootstrapping, resuming, capture, planted bugs, and a maze to learn."""
 
 import json
+import re
 from pathlib import Path
 
 import conftest
@@ -603,3 +604,29 @@ def test_popgym(script, task, tmp_path):
     script.train(args)
     (resumed,) = set(tmp_path.iterdir()) - {run}
     assert json.loads((resumed / "summary.json").read_text())["global_step"] == 128
+
+
+def accepted(script, env_id):
+    """Whether the script takes the observations and actions of an environment."""
+    args = script.Args(env_id=env_id, num_envs=1)
+    try:
+        script.require_actions(args, script.make_envs(args, folder=None))
+    except SystemExit:
+        return False
+    return True
+
+
+def test_which_of_popgyms_tasks_fit(script, tmp_path, monkeypatch):
+    """As doc/ppo.md says, whose wrappers help with what does not."""
+    pytest.importorskip("popgym")
+    names = [name for name in gym.registry if re.fullmatch(r"popgym-\w+(Easy|Medium|Hard)-v0", name)]
+    names = [name for name in names if "Labyrinth" not in name]  # needs mazelib
+    refused = {name.split("-")[1] for name in names if not accepted(script, name)}
+    games = ("Battleship", "MineSweeper")
+    assert len(names) == 42 and refused == {f"{game}{level}" for game in games for level in ("Easy", "Medium", "Hard")}
+    page = (Path(__file__).parents[2] / "doc" / "ppo.md").read_text()
+    (module,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)
+    (tmp_path / "my_tasks.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    args = script.Args(env_id="my_tasks:BattleshipEasy-v0", run_dir=str(tmp_path / "runs"), total_timesteps=64, **TINY)
+    script.train(args)
