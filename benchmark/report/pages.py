@@ -26,10 +26,11 @@ from benchmark.speed.rounds import MKL, MODES, PEERS
 from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, mkl, population, scaling
 from benchmark.studies.tips import before_after
 
+MEMORY = ("memory_RepeatPrevious", "memory_PositionOnlyCartPole", "memory_PositionOnlyPendulum")
 CURVES = {  # of doc/artifacts, by the page that shows them
     "doc/sac.md": ("sac_halfcheetah", "sac_init_entropy"),
     "doc/td3.md": ("td3_halfcheetah",),
-    "doc/ppo.md": ("ppo_halfcheetah", "ppo_init_entropy", "ppo_pong", "ppo_breakout"),
+    "doc/ppo.md": ("ppo_halfcheetah", "ppo_init_entropy", *MEMORY, "ppo_pong", "ppo_breakout"),
     "doc/dqn.md": ("dqn_cartpole", "dqn_breakout"),
     "doc/sac_discrete.md": ("sac_discrete_entropy",),
     "doc/many_runs.md": ("population_cartpole", "population_pendulum"),
@@ -42,6 +43,9 @@ CAPTIONS = {
     "ppo_init_entropy": "PPO, HalfCheetah-v5: entropy of the policy at the start",
     "ppo_pong": "PPO, Pong-v5: the first steps",
     "ppo_breakout": "PPO, Breakout-v5: the first steps",
+    "memory_RepeatPrevious": "PPO, RepeatPreviousEasy: with and without memory",
+    "memory_PositionOnlyCartPole": "PPO, PositionOnlyCartPoleEasy: with and without memory",
+    "memory_PositionOnlyPendulum": "PPO, PositionOnlyPendulumEasy: with and without memory",
     "dqn_cartpole": "DQN, CartPole-v1: plain and turbo",
     "dqn_breakout": "DQN, Breakout-v5: the first steps",
     "population_cartpole": "DQN, CartPole-v1: eight agents as one program and as single runs",
@@ -236,6 +240,7 @@ def texts(results):
         "tips": before_after.table(measured),
         "mkl": mkl.table(measured),
     }
+    pages["doc/ppo.md"] |= {"memory": memory_table().markdown()}
     pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured)}
     pages["doc/debugging.md"] = {"overhead": instrument_overhead.table(measured)}
     pages["doc/many_runs.md"] |= {"population": population.table(measured)}
@@ -244,6 +249,19 @@ def texts(results):
     pages["doc/speed.md"]["launches"] = launches.table(counted)
     pages["doc/speed.md"]["leanrl"] = launches.comparison(counted)
     return pages
+
+
+def memory_table():
+    """What PPO's curves with and without memory end at: mean and standard deviation over seeds."""
+    rows = []
+    for name in MEMORY:
+        runs, random, env_id, _ = curves.read(artifact(f"{name}.csv"))
+        row = [env_id.split("-")[1]]
+        for exp_name in ("ppo_lstm_torchcompile", "without_memory"):
+            ends = [curves.last_tenth(*run) for (own_name, _), run in runs.items() if own_name == exp_name]
+            row.append(f"{statistics.mean(ends):.2f} ± {statistics.stdev(ends):.2f}")
+        rows.append([*row, f"{statistics.mean(random):.2f}"])
+    return Table("", ("", "PPO with memory", "without memory", "random policy"), rows)
 
 
 def earlier_editions(folder):

@@ -46,7 +46,7 @@ from torch._inductor.runtime import triton_helpers, triton_heuristics
 from torch._inductor.runtime.hints import TRITON_MAX_BLOCK
 from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from triton.backends.compiler import GPUTarget
@@ -82,6 +82,11 @@ def properties(capability):
         uuid="0",
         is_integrated=0,
     )
+
+
+def copied(self, source, *args):
+    """What copy_ returns, for fake CUDA tensors: outside of a FakeTensorMode torch would look for the device."""
+    return self if self.device.type == "cuda" else torch.Tensor.copy_(self, source, *args)
 
 
 @contextmanager
@@ -121,6 +126,7 @@ def described_card(capability):
         stack.enter_context(mock.patch.object(CudaInterface.Worker, "get_device_properties", worker))
         stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
         stack.enter_context(mock.patch.object(compile_fx, "get_cuda_device_context", lambda gm: nullcontext()))
+        stack.enter_context(mock.patch.object(FakeTensor, "copy_", copied, create=True))
         stack.enter_context(mock.patch("torch._C._select_conv_backend", cudnn))
         stack.enter_context(mock.patch("torch._C._conv_determine_backend_memory_format", cudnn_format))
         for module in list(sys.modules.values()):

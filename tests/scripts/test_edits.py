@@ -23,11 +23,14 @@ from conftest import (
 from emulated_cuda import emulated_cuda
 from generated_cuda import compiled_for_cuda
 from test_ppo import fix_order, roll_out
+from test_ppo_lstm import LONG_MAZE, each_maze, returns_in_the_maze
+from test_ppo_lstm import roll_out as roll_out_episodes
 
 PAGE = (copies.ROOT / "doc" / "changing.md").read_text()
-HUNK = re.compile(r"^@@ (\w+), (plain and turbo|plain|turbo) @@\n(.*?)(?=^@@|^```|\Z)", re.M | re.S)
+HUNK = re.compile(r"^@@ ([\w ]+), (plain and turbo|plain|turbo) @@\n(.*?)(?=^@@|^```|\Z)", re.M | re.S)
 SECTIONS = {s.split("\n", 1)[0].lower(): s for s in PAGE.split("\n## ")[1:] if "```diff" in s}
 QUICK = ("layernorm", "auxiliary head")
+SCRIPTS = ALGORITHMS | {"ppo with memory": "ppo_lstm"}
 
 
 class SmallImage(conftest.PushAnything):
@@ -59,7 +62,7 @@ def apply_hunk(source, lines):
 def edited(title, kind, tmp_path):
     """The module of a copy of the plain or turbo script with the edit applied."""
     algorithm, parts = hunks(title)
-    name = ALGORITHMS[algorithm] + ("_torchcompile" if kind == "turbo" else "")
+    name = SCRIPTS[algorithm] + ("_torchcompile" if kind == "turbo" else "")
     source = (copies.ROOT / "leanrl" / f"{name}.py").read_text()
     for for_kind, lines in parts:
         if kind in for_kind:
@@ -98,8 +101,13 @@ def take_step(learner, seed):
     elif hasattr(learner, "replay"):
         learner.store(**random_columns(learner, seed))
     else:
-        roll_out([learner], seed)
+        rollouts(learner)([learner], seed)
     update(learner)
+
+
+def rollouts(learner):
+    """What gives learners of its algorithm the same rollouts."""
+    return roll_out_episodes if hasattr(learner, "first_state") else roll_out
 
 
 def update(learner):
@@ -116,7 +124,7 @@ def check_updates(plain, turbo, monkeypatch):
         feed_same_batches(plain, turbo, seed=0)
     for i in range(10):
         if on_policy:
-            roll_out([plain, turbo], seed=i)
+            rollouts(plain)([plain, turbo], seed=i)
         for learner in (plain, turbo):
             torch.manual_seed(i)
             update(learner)
@@ -182,7 +190,9 @@ def check_run(module, title, folder):
     """A short run trains, is resumed, and exports its policy; a learner is restored bit for bit."""
     algorithm, _ = hunks(title)
     sizes = {"num_steps": 32, "num_minibatches": 2, "update_epochs": 2}
-    if algorithm != "ppo":
+    if algorithm == "ppo with memory":
+        sizes |= {"num_envs": 2, "num_steps": 16}
+    elif algorithm != "ppo":
         sizes = {"learning_starts": 50, "batch_size": 16, "buffer_size": 100}
     sizes["env_id"] = {"dqn": "CartPole-v1"}.get(algorithm, ENVIRONMENT.get(title, "Pendulum-v1"))
     runs = []
@@ -304,3 +314,17 @@ def test_other_than_discrete_actions_are_refused(kind, tmp_path, capsys):
         with pytest.raises(SystemExit):
             module.train(module.Args(env_id=env_id, run_dir=str(tmp_path / "runs")))
         assert "choose an environment with discrete actions that count from 0" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@each_maze
+@pytest.mark.parametrize("kind", ["plain", "turbo"])
+def test_without_memory_a_maze_is_not_learned(kind, maze, tmp_path):
+    assert returns_in_the_maze(edited("no memory", kind, tmp_path), tmp_path / "runs", **maze) < 0.4
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["plain", "turbo"])
+def test_with_an_open_forget_gate_an_lstm_remembers_for_50_steps(kind, tmp_path):
+    script = edited("a forget gate that starts open", kind, tmp_path)
+    assert returns_in_the_maze(script, tmp_path / "runs", **LONG_MAZE | {"total_timesteps": 250_000}) > 0.8
