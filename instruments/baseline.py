@@ -24,7 +24,7 @@ class RandomBaseline(Instrument):
         try:
             env = make_env(args.env_id, args.seed)
             env.action_space.seed(args.seed)
-            episodes = islice(play(env, lambda obs: env.action_space.sample(), args.seed), self.episodes)
+            episodes = islice(play(env, lambda obs, begins: env.action_space.sample(), args.seed), self.episodes)
             returns = [episode.total for episode in episodes]
             env.close()
         except Exception as error:  # whatever environments raise

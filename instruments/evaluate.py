@@ -56,12 +56,15 @@ def read_env_id(run, folder):
 
 
 def load_policy(run, path):
-    """The module in a policy.pt2."""
+    """The module in a policy.pt2, and the state of its memory where an episode begins: no tensor, or one of zeros."""
     if not path.is_file():
         refuse(f"RUN {run}: there is no {path}; a run writes it with every checkpoint")
     logging.getLogger("torch.export").setLevel(logging.CRITICAL)  # it logs a traceback as well
     try:
-        return torch.export.load(path).module()
+        program = torch.export.load(path)
+        names = program.graph_signature.user_inputs
+        _, *state = (node.meta["val"] for node in program.graph.nodes if node.name in names)
+        return program.module(), [torch.zeros(1, *tensor.shape[1:]) for tensor in state]
     except Exception as error:
         refuse(f"RUN {run}: {path} cannot be read ({one_line(error)}); give a run whose policy.pt2 is intact")
 
@@ -96,7 +99,7 @@ def try_policy(run, act, env, env_id):
     space = env.observation_space
     remedy = "register the environment with all of its wrappers under an id of its own"
     try:
-        action = act(np.zeros(space.shape, space.dtype))
+        action = act(np.zeros(space.shape, space.dtype), begins=True)
     except Exception as error:
         given = f"{space.dtype} {space.shape}"
         refuse(f"RUN {run}: its policy does not fit {env_id}'s observations, {given} ({one_line(error)}); {remedy}")
@@ -110,9 +113,9 @@ def evaluate(env, act, args):
     cut = 0
     with tqdm(unit=" steps", dynamic_ncols=True) as bar:
 
-        def act_and_count(obs):
+        def act_and_count(obs, begins):
             bar.update()
-            return act(obs)
+            return act(obs, begins)
 
         episodes = islice(play(env, act_and_count, args.seed, args.max_steps), args.episodes)
         bar.set_description_str(f"episode 1 of {args.episodes}")
@@ -134,9 +137,9 @@ def main(words):
         refuse(f"RUN {args.run}: there is no such folder; give the folder of a run")
     folder = args.run if args.run.is_dir() else args.run.parent
     env_id = read_env_id(args.run, folder)
-    policy = load_policy(args.run, args.run if args.run.suffix == ".pt2" else folder / "policy.pt2")
+    policy, first_state = load_policy(args.run, args.run if args.run.suffix == ".pt2" else folder / "policy.pt2")
     env = find_env(args.run, folder, env_id, args.seed, "rgb_array" if args.video else None)
-    act = acting(policy, env.action_space)
+    act = acting(policy, env.action_space, first_state)
     try_policy(args.run, act, env, env_id)
     if args.video:
         try:

@@ -22,13 +22,14 @@ class Episode:
 def play(env, act, seed, max_steps=MAX_STEPS):
     """Play episodes one after the other, without end; yields each as an Episode.
 
-    `act` maps an observation of `env` to an action. The seed is that of the first episode.
+    `act` maps an observation of `env`, and whether an episode begins with it, to an action. The seed is that of the
+    first episode.
     """
     obs, _ = env.reset(seed=seed)
     while True:
         total = 0.0
-        for _ in range(max_steps):
-            obs, reward, terminated, truncated, _ = env.step(act(obs))
+        for t in range(max_steps):
+            obs, reward, terminated, truncated, _ = env.step(act(obs, t == 0))
             total += float(reward)
             ended = bool(terminated or truncated)
             if ended:
@@ -37,14 +38,24 @@ def play(env, act, seed, max_steps=MAX_STEPS):
         obs, _ = env.reset()
 
 
-def acting(policy, space):
-    """What `play` takes for a policy: a module, (batch, ...) to actions in units of the action space `space`."""
+def acting(policy, space, first_state=()):
+    """What `play` takes for a policy: a module, (batch, ...) to actions in units of the action space `space`.
 
-    def act(obs):
+    A policy with memory returns its state beside the actions, and takes it with the next observation. An episode
+    begins with `first_state`, a sequence of one tensor, or with what the policy takes for none.
+    """
+    state = first_state
+
+    def act(obs, begins):
+        nonlocal state
+        if begins:
+            state = first_state
         is_image = obs.dtype == np.uint8 and obs.ndim > 1
         batch = torch.as_tensor(obs[None], dtype=torch.uint8 if is_image else torch.float32)
         with torch.no_grad():
-            action = policy(batch).numpy()[0]
+            outputs = policy(batch, *state)
+        actions, *state = outputs if isinstance(outputs, tuple) else (outputs,)
+        action = actions.numpy()[0]
         if isinstance(space, gym.spaces.Box):
             action = action.clip(space.low, space.high)
         return action.astype(space.dtype)

@@ -70,7 +70,7 @@ def random_returns(env_id, seed, games):
     """Returns of a uniform random policy in the first `games` games of an environment."""
     env = make_env(env_id, seed)
     env.action_space.seed(seed)
-    episodes = islice(play(env, lambda obs: env.action_space.sample(), seed), games)
+    episodes = islice(play(env, lambda obs, begins: env.action_space.sample(), seed), games)
     returns = [episode.total for episode in episodes]
     env.close()
     return returns

@@ -16,6 +16,7 @@ from torch import nn
 
 from instruments import __main__ as command
 from instruments import playing
+from leanrl import ppo_lstm, ppo_lstm_torchcompile
 
 ROOT = next(path for path in Path(__file__).resolve().parents if (path / "instruments").is_dir())
 
@@ -37,6 +38,13 @@ class Copied(nn.Module):
 
     def forward(self, obs):
         return obs[:, :1]
+
+
+class Remembers(nn.Module):
+    """Answers with its state, which is 0.1 larger after each step."""
+
+    def forward(self, obs, state):
+        return state + 0 * obs[:, :1], state + 0.1
 
 
 class Corridor(gym.Env):
@@ -111,8 +119,11 @@ def make_run(tmp_path):
         folder = tmp_path / "run"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps({"env_id": env_id, "script": "mine"}))
-        shapes = ({0: torch.export.Dim("batch")},)
-        program = torch.export.export(policy, (torch.zeros(2, *shape, dtype=dtype),), dynamic_shapes=shapes)
+        inputs = [torch.zeros(2, *shape, dtype=dtype)]
+        if isinstance(policy, Remembers):
+            inputs.append(torch.zeros(2, 1))
+        shapes = [{0: torch.export.Dim("batch")}] * len(inputs)
+        program = torch.export.export(policy, tuple(inputs), dynamic_shapes=tuple(shapes))
         torch.export.save(program, folder / "policy.pt2")
         return folder
 
@@ -141,6 +152,11 @@ def test_discrete_actions(make_run, capsys):
     assert words[:4] == ["20", "episodes:", "mean", "return"]
     assert 8 < float(words[4].strip(",")) < 11 and 0 < float(words[-1]) < 2  # the pole falls at once
     assert "note" not in err
+
+
+def test_a_memory_goes_from_step_to_step_and_begins_anew_with_each_episode(make_run, capsys):
+    evaluate(make_run("Corridor-v0", Remembers(), (2,)), "--episodes", "3")
+    assert capsys.readouterr().out == "3 episodes: mean return 1.00, standard deviation 0.00\n"
 
 
 def test_the_same_seed_plays_the_same_episodes(make_run, capsys):
@@ -301,6 +317,22 @@ def test_an_environment_that_cannot_be_made(env_id, reason, make_run, capsys):
 def test_a_policy_of_another_environment(policy, shape, dtype, reason, make_run, capsys):
     message = refused(capsys, make_run("CartPole-v1", policy, shape, dtype))
     assert reason in message and message.endswith("with all of its wrappers under an id of its own")
+
+
+@pytest.mark.parametrize("script", [ppo_lstm, ppo_lstm_torchcompile], ids=["plain", "turbo"])
+def test_a_run_with_memory(script, tmp_path, capsys):
+    """policy.pt2 gets the returns of the learner's policy, which takes no state for one of 0."""
+    learners = []
+    flags = {"total_timesteps": 64, "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "cuda": False}
+    script.train(script.Args(run_dir=str(tmp_path), **flags), on_start=lambda run: learners.append(run.learner))
+    env = gym.make("CartPole-v1")
+    act = playing.acting(learners[0].policy(), env.action_space)
+    returns = [episode.total for episode in islice(playing.play(env, act, seed=5), 10)]
+    (run,) = tmp_path.glob("*/")
+    capsys.readouterr()
+    evaluate(run, "--episodes", "10", "--seed", "5")
+    words = capsys.readouterr().out.split()
+    assert words[4] == f"{np.mean(returns):.2f}," and words[-1] == f"{np.std(returns):.2f}"
 
 
 @pytest.mark.parametrize("scripts", [PLAIN, TURBO], ids=["plain", "turbo"])

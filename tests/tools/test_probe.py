@@ -10,7 +10,7 @@ from instruments import __main__ as command
 from instruments import probe
 
 LEANRL = Path(__file__).resolve().parents[2] / "leanrl"
-PLAIN = {name: ALGORITHMS[name] for name in ("sac", "td3", "ppo", "dqn")}
+PLAIN = {name: ALGORITHMS[name] for name in ("sac", "td3", "ppo", "dqn")} | {"ppo with memory": "ppo_lstm"}
 TURBO = {name: f"{script}_torchcompile" for name, script in PLAIN.items()}
 ALL = {one.name for one in probe.PROBES}
 VALUES = ALL - {"action", "both"}
@@ -70,6 +70,7 @@ TD3_SIGN = ("actor_loss = -self", "actor_loss = self")
 PPO_SIGN = ("policy_loss = -torch.min", "policy_loss = torch.min")
 DQN_STEP = ('self.optimizers["q"].step(self.q.weights, gradient)', "pass")
 BROADCAST = ('errors = (values - rows["returns"])', 'errors = (values[:, None] - rows["returns"])')
+NO_GAMMA = ("self.args.gamma * next_values", "next_values")
 BUGS = {  # by what is wrong: script, what is replaced by what, which probes fail, and which do not
     "sign": [
         (PLAIN["sac"], *SAC_SIGN, {"action", "both"}, {"constant"}),
@@ -91,7 +92,8 @@ BUGS = {  # by what is wrong: script, what is replaced by what, which probes fai
         (PLAIN["dqn"], "self.args.gamma * next_q", "next_q", {"delay", "truncation"}, {"constant"}),
         (TURBO["sac"], "self.args.gamma * next_v", "next_v", {"delay", "truncation"}, {"constant"}),
         (TURBO["td3"], "self.args.gamma * next_q", "next_q", {"delay", "truncation"}, {"constant"}),
-        (PLAIN["ppo"], "self.args.gamma * next_values", "next_values", {"delay", "truncation"}, {"constant"}),
+        (PLAIN["ppo"], *NO_GAMMA, {"delay", "truncation"}, {"constant"}),
+        (PLAIN["ppo with memory"], *NO_GAMMA, {"delay", "truncation"}, {"constant"}),
     ],
     "values do not learn": [
         (TURBO["dqn"], *DQN_STEP, VALUES, set()),
@@ -123,7 +125,7 @@ def test_a_planted_bug_fails_its_probes(name, old, new, fail, pass_, tmp_path, c
 
 
 @thorough
-@pytest.mark.parametrize("name", [PLAIN["ppo"], TURBO["ppo"]])
+@pytest.mark.parametrize("name", [PLAIN["ppo"], TURBO["ppo"], TURBO["ppo with memory"]])
 @pytest.mark.parametrize(
     ("flags", "fail", "pass_"),
     [(["--no-bootstrap-truncation"], {"truncation"}, {"delay"}), (["--vf-coef", "0"], VALUES, set())],
