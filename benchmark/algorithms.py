@@ -16,12 +16,17 @@ class Algorithm(NamedTuple):
     env_ids: tuple[str, ...]  # of learning runs
     flags: str = ""  # of the speed rounds, so that they soon reach steady state
     atari: bool = False
-    has_peers: bool = True  # Stable-Baselines3 and SBX have no SAC for discrete actions
+    peers: tuple[str, ...] = ("sb3", "sbx")  # Stable-Baselines3 and SBX, where they have the algorithm
 
     @property
     def title(self):
         """What tells it from the others, without its environment."""
         return f"{self.name}, Atari" if self.atari else self.name
+
+    @property
+    def learner(self):
+        """The name of its class in our scripts."""
+        return self.name.split()[0]
 
 
 FULL_SOON = "--learning-starts 1000 --buffer-size 100000"
@@ -35,11 +40,14 @@ ALGORITHMS = {
     "sac_continuous_action": Algorithm("SAC", CHEETAH, 15_000, 9_000, MILLION, 100, 200, WALKERS),
     "td3_continuous_action": Algorithm("TD3", CHEETAH, 45_000, 32_000, MILLION, 170, 280, WALKERS),
     "ppo_continuous_action": Algorithm("PPO", CHEETAH, 150_000, 60_000, MILLION, 1300, 7000, SIX),
+    "ppo_lstm": Algorithm(
+        "PPO with memory", CARTPOLE, 150_000, 60_000, MILLION // 2, 3000, 9000, (CARTPOLE,), peers=("sb3",)
+    ),
     "ppo_atari_envpool": Algorithm("PPO", BREAKOUT, 40_000, 16_000, 10 * MILLION, 350, 500, GAMES, atari=True),
     "dqn": Algorithm("DQN", CARTPOLE, 400_000, 150_000, MILLION // 2, 3700, 11_000, CLASSIC),
     "dqn_atari": Algorithm("DQN", BREAKOUT, 14_000, 6_000, 10 * MILLION, 120, 150, GAMES, FULL_SOON, atari=True),
     "sac_atari": Algorithm(
-        "SAC-discrete", BEAM_RIDER, 4_000, 2_000, 5 * MILLION, 25, 30, (BEAM_RIDER,), FULL_SOON, True, has_peers=False
+        "SAC-discrete", BEAM_RIDER, 4_000, 2_000, 5 * MILLION, 25, 30, (BEAM_RIDER,), FULL_SOON, True, peers=()
     ),
 }
 

@@ -4,8 +4,8 @@ The updates are those of the plain twin, ppo_lstm.py. What makes this file fast:
 
 1. Only the recurrent product is computed step by step. What observations add to the gates is one matmul for all steps,
    and so is the gradient of each weight (`PPO.update_minibatch`).
-2. `--compile` makes one matmul and one kernel of a step forward, and little more of a step back. The loops over time
-   call these, so that compilation takes no longer for more steps (`PPO.step`, `PPO.step_back`).
+2. `--compile` makes one matmul and two kernels of a step forward, and one matmul and three kernels of a step back. The
+   loops over time call these, so that compilation takes no longer for more steps (`PPO.step`, `PPO.step_back`).
 3. `--cudagraphs` replays acting, and all epochs of an iteration with all of their steps, as CUDA graphs, or one each
    with --target-kl (`PPO.decide`, `PPO.iterate`).
 4. The state of the recurrent cell stays on the device. An environment step costs one copy in and one copy out

@@ -186,7 +186,11 @@ def table(data):
 
 
 def draw(
-    data: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], window: int = 5, level: float | None = None
+    data: tyro.conf.Positional[Path],
+    output: tyro.conf.Positional[Path],
+    window: int = 5,
+    level: float | None = None,
+    level_name: str = "level",
 ):
     """Draw each experiment's seeds, as moving means over `window` rows, and its mean over seeds as far as all go.
 
@@ -212,13 +216,14 @@ def draw(
         axes.plot(grid, np.mean(curves, 0), color=f"C{i}", linewidth=2.5, label=f"{exp_name}, {seeds}")
     if random:
         mean = np.mean(random)
-        axes.axhline(mean, color="black", linestyle="--", label=f"random policy, {len(random)} games: {mean:.1f}")
+        axes.axhline(mean, color="black", linestyle="--", label=f"random policy, {len(random)} games: {mean:.3g}")
     if level is not None:
-        axes.axhline(level, color="black", linestyle="--", label=f"{level}")
-    mean_of = f"moving mean over {window} rows" if window > 1 else "single rows"
-    axes.set(xlabel="environment steps", ylabel=f"{name}\n{mean_of} of the data", title=env_id)
+        axes.axhline(level, color="black", linestyle="--", label=f"{level_name}: {level}")
+    apart = np.median(np.concatenate([np.diff(steps) for steps, _ in runs.values()]))
+    mean_of = f"\nmoving mean over {window * apart:,.0f} steps" if window > 1 else ""
+    axes.set(xlabel="environment steps", ylabel=f"{name}{mean_of}", title=env_id)
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+    figure.legend(loc="outside lower center", fontsize=9)
     figure.savefig(output, dpi=120)
 
 

@@ -90,7 +90,7 @@ def speed_bars(groups):
     width = 0.8 / len(modes)
     for i, mode in enumerate(modes):
         measured = [speed_ratios(done(group.get(mode, []))) for group in groups.values()]
-        ratios = [ratios or [0] for ratios in measured]  # no bar
+        ratios = [ratios or [np.nan] for ratios in measured]  # no bar
         middle = np.array([np.median(some) for some in ratios])
         error = [middle - [min(some) for some in ratios], [max(some) for some in ratios] - middle]
         color, _, hatch = STYLES[mode]
@@ -108,29 +108,32 @@ def speed_bars(groups):
 def learning_curves(title, groups, published="", styles=STYLES):
     """Interquartile means over seeds and their intervals, against steps and against wall-clock minutes.
 
+    Minutes are those that the fastest seed took for as many steps: the others shared the machine with more.
     `groups` are results by name, such as a mode's, with an entry in `styles` each. `published` is CleanRL's return,
     such as "1442.64 ± 46.03", or "".
     """
     figure, both = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for axes, column, unit in zip(both, (0, 1), (1, 60), strict=True):
-        for name, results in groups.items():
-            curves = [np.array(result["curve"]).T for result in results if result.get("curve")]
-            if not curves:
-                continue
-            begin = max(curve[column][0] for curve in curves)
-            end = min(curve[column][-1] for curve in curves)
-            grid = np.linspace(begin, end, POINTS)
-            middle, low, high = middle_and_interval([np.interp(grid, curve[column], curve[2]) for curve in curves])
-            color, style, _ = styles[name]
-            seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
-            axes.plot(grid / unit, middle, color=color, linestyle=style, label=f"{name}, {seeds}")
-            axes.fill_between(grid / unit, low, high, color=color, alpha=0.15, linewidth=0)
-        if published:
-            level = float(published.split(" ")[0])
+    for name, results in groups.items():
+        curves = [np.array(result["curve"]).T for result in results if result.get("curve")]  # steps, seconds, returns
+        if not curves:
+            continue
+        begin = max(steps[0] for steps, _, _ in curves)
+        end = min(steps[-1] for steps, _, _ in curves)
+        grid = np.linspace(begin, end, POINTS)
+        middle, low, high = middle_and_interval([np.interp(grid, steps, returns) for steps, _, returns in curves])
+        steps, seconds, _ = min(curves, key=lambda curve: curve[1][-1])
+        color, style, _ = styles[name]
+        seeds = "1 seed" if len(curves) == 1 else f"{len(curves)} seeds"
+        for axes, places in zip(both, (grid, np.interp(grid, steps, seconds) / 60), strict=True):
+            axes.plot(places, middle, color=color, linestyle=style, label=f"{name}, {seeds}")
+            axes.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
+    if published:
+        level = float(published.split(" ")[0])
+        for axes in both:
             axes.axhline(level, color="#999999", linestyle=":", label=f"CleanRL at the end: {published}")
     both[0].xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1M
     both[0].set(xlabel="environment steps", ylabel="episodic return")
-    both[1].set(xlabel="wall-clock, minutes")
+    both[1].set(xlabel="wall-clock of the fastest seed, minutes")
     figure.legend(*both[0].get_legend_handles_labels(), **LEGEND)
     figure.suptitle(title)
     return figure
@@ -179,7 +182,7 @@ def draw(groups):
                     title = named(algo, env_id)
                     if kind == "learning" and any(has_curve(runs) for runs in modes.values()):
                         curves = save(learning_curves(title, modes, cleanrl(algo, env_id)))
-                        caption = f"{title}: return over steps and time"
+                        caption = f"{title}: return against steps and time"
                         drawn[picture_name(kind, slug, algo, env_id)] = Picture(kind, caption, curves)
                     tables = {mode: done(runs)[0].get("monitor") for mode, runs in modes.items() if done(runs)}
                     tables = {mode: table for mode, table in tables.items() if table and table["rows"]}

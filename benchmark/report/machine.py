@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 PACKAGES = ("torch", "tensordict", "gymnasium", "numpy", "mujoco", "envpool")
-PACKAGES += ("stable-baselines3", "sbx-rl", "jax")  # of those to compare with
+PACKAGES += ("stable-baselines3", "sb3-contrib", "sbx-rl", "jax")  # of those to compare with
 
 
 def machine():

@@ -126,12 +126,16 @@ def speed_row(name, mode, results):
 
 def speed_tables(results):
     """The speed tables, one for each machine; without any result one that says so."""
-    tables = [Table(caption(own), SPEED, speed_rows(own)) for own in results["speed"].values()]
+    everywhere = {result["algo"] for own in results["speed"].values() for result in own}
+    tables = [Table(caption(own), SPEED, speed_rows(own, everywhere)) for own in results["speed"].values()]
     return tables or [Table("", SPEED, speed_rows([]))]
 
 
-def speed_rows(results):
-    """The rows of a machine: for each algorithm all modes that the machine can run, and all others that were."""
+def speed_rows(results, everywhere=()):
+    """The rows of a machine: for each algorithm all modes that the machine can run, and all others that were.
+
+    Algorithms `everywhere` were measured on some machine: one that has no result of them says nothing about them.
+    """
     cuda = any(result["machine"]["gpu"] for result in results)
     modes = [mode for mode in MODES if cuda or "cudagraphs" not in mode]
     groups = grouped(results)
@@ -141,7 +145,7 @@ def speed_rows(results):
         for env_id, group in measured.items():
             every = dict.fromkeys([*modes, *group])
             rows += [speed_row(named(algo, env_id), mode, group.get(mode, [])) for mode in every]
-        if not measured:
+        if not measured and algo not in everywhere:
             rows.append(speed_row(named(algo), "all", []))
     return rows
 
@@ -159,7 +163,7 @@ def caption(results):
     quick = [name for name, kind in kinds.items() if kind == "quick"]
     if quick:
         rows = "all rows" if len(quick) == len(kinds) else "; ".join(quick)
-        text += f" Fewer steps (`--quick`): {rows}."
+        text += f" Measured with fewer steps (--quick): {rows}."
     if any(editions.changed(result) != [] for result in figures.done(results)):
         text += f" {editions.EARLIER.capitalize()}: measured before the script last changed."
     return text if machine["gpu"] else f"{text} Without a CUDA device modes with CUDA graphs are {NOT_MEASURED}."
@@ -308,7 +312,7 @@ def write(results):
         for name in names:
             embedded["curve"].append(image(CAPTIONS[name], artifact(f"{name}.png").read_bytes(), "png"))
     for kind, images in embedded.items():
-        tables["doc/report.html"][f"{kind} figures"] = "\n".join(images)
+        tables["doc/report.html"][f"{kind} figures"] = "\n".join(images) or f"<p>{NOT_MEASURED}</p>"
     for page, parts in tables.items():
         text = (ROOT / page).read_text()
         for name, part in parts.items():
@@ -340,8 +344,8 @@ def headline(results):
         cores = {0: "all cores", 1: "one core"}.get(threads, f"{threads} cores")
         mean = statistics.mean(curves.end_of(run["curve"]) for run in runs)
         sentences.append(
-            f"PPO takes {minutes:.1f} minutes for the million steps of HalfCheetah-v5 on {cores} of a machine "
-            f"({describe(runs[0]['machine'])}; {runs[0]['mode']}, fastest seed), and reaches a return of {mean:.0f} "
+            f"PPO trains for a million steps on HalfCheetah-v5 in {minutes:.1f} minutes on {cores} "
+            f"({describe(runs[0]['machine'])}; {runs[0]['mode']}, fastest seed) and reaches a return of {mean:.0f} "
             f"(mean of {len(runs)} seeds). CleanRL's table has {published.cleanrl(*HEADLINE)}, on v4 and without "
             "bootstrapping truncated episodes."
         )

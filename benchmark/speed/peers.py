@@ -3,11 +3,12 @@
     python -m benchmark.speed.compare --algo sac_continuous_action --modes plain eager compile sb3 sbx
     python -m benchmark.speed.peers --settings
 
-The peers are sb3, Stable-Baselines3, in PyTorch, and sbx, the same algorithms in JAX. compare.py measures them
-interleaved with the modes of this repository. --settings prints the settings of each algorithm side by side: ours, and
-what the peers' models say of themselves.
+The peers are sb3, Stable-Baselines3 with sb3-contrib, in PyTorch, and sbx, the same algorithms in JAX. compare.py
+measures them interleaved with the modes of this repository. --settings prints the settings of each algorithm side by
+side: ours, and what the peers' models say of themselves.
 """
 
+import copy
 import dataclasses
 import importlib
 import importlib.metadata
@@ -31,16 +32,18 @@ from benchmark.speed.interleaved import TimeSlices
 from benchmark.speed.rounds import PEER_MODULES
 
 try:
+    from sb3_contrib import RecurrentPPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.noise import NormalActionNoise
+    from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
     from stable_baselines3.common.utils import LinearSchedule
     from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 except ImportError as error:
     stop(f"peers.py: pip install -r requirements/peers.txt ({error})")
 
-PACKAGES = {"sb3": ("stable-baselines3", "torch"), "sbx": ("sbx-rl", "jax")}
-CLASSES = {algo: one.name for algo, one in ALGORITHMS.items() if one.has_peers}  # learners', and the peers' for them
+PACKAGES = {"sb3": ("stable-baselines3", "sb3-contrib", "torch"), "sbx": ("sbx-rl", "jax")}
+CLASSES = {algo: one.learner for algo, one in ALGORITHMS.items() if one.peers}  # learners', and mostly the peers'
 OFF_POLICY = {name: name for name in ("batch_size", "learning_starts", "buffer_size", "gamma", "tau")}
 NAMES = {  # our flags, and the peers' names for them, as arguments and as attributes
     "PPO": {
@@ -125,6 +128,17 @@ class Games(VecEnv):
         return [False] * self.num_envs
 
 
+class Encoder(BaseFeaturesExtractor):
+    """A copy of the layers before our recurrent cell, for sb3-contrib's."""
+
+    def __init__(self, space, encoder):
+        super().__init__(space, encoder[0].out_features)
+        self.encoder = copy.deepcopy(encoder)
+
+    def forward(self, obs):
+        return self.encoder(obs)
+
+
 class Clock(BaseCallback):
     """Ends time slices where a rollout begins, once the agent has learned for a while."""
 
@@ -154,9 +168,9 @@ def check_args(peer, script, args):
     defaults = script.Args()
     for name, value in vars(args).items():
         if name not in FLAGS and value != getattr(defaults, name):
-            refuse(name, value, f"leave it out: {peer} runs at the script's defaults")
+            refuse(name.replace("_", "-"), value, f"leave it out: {peer} runs at the script's defaults")
     if getattr(args, "train_frequency", args.num_envs) % args.num_envs:
-        refuse("num_envs", args.num_envs, f"{peer} needs a divisor of --train-frequency {args.train_frequency}")
+        refuse("num-envs", args.num_envs, f"{peer} needs a divisor of --train-frequency {args.train_frequency}")
 
 
 def prepare(script, args):
@@ -195,6 +209,15 @@ def hidden_layers(peer, algo, learner):
     return [] if (peer, algo) == ("sb3", "dqn_atari") else widths
 
 
+def has_memory(algo):
+    return algo == "ppo_lstm"
+
+
+def library_class(peer, algo):
+    """The peer's class for an algorithm."""
+    return RecurrentPPO if has_memory(algo) else getattr(importlib.import_module(PEER_MODULES[peer]), CLASSES[algo])
+
+
 def make_model(peer, algo, script, args, device):
     """The peer's agent with its environments, at the settings of `args`."""
     name = CLASSES[algo]
@@ -211,6 +234,9 @@ def make_model(peer, algo, script, args, device):
         settings |= {"learning_rate": LinearSchedule(args.learning_rate, 0.0, 1.0)}
         settings |= {"vf_coef": args.vf_coef / 2}  # of an error that is not halved
         settings |= {"clip_range_vf": args.clip_coef if peer == "sb3" else None}
+    if has_memory(algo):
+        policy |= {"lstm_hidden_size": script.HIDDEN, "shared_lstm": True, "enable_critic_lstm": False}
+        policy |= {"features_extractor_class": Encoder, "features_extractor_kwargs": {"encoder": ours.agent.encoder}}
     if name == "SAC":
         settings |= {"learning_rate": args.policy_lr, "qf_learning_rate": args.q_lr}
     if name == "TD3":
@@ -220,16 +246,16 @@ def make_model(peer, algo, script, args, device):
     if name == "DQN":
         settings |= {"learning_rate": args.learning_rate, "train_freq": args.train_frequency // args.num_envs}
         settings |= {"max_grad_norm": float("inf")}
-    library = getattr(importlib.import_module(PEER_MODULES[peer]), name)
+    library = library_class(peer, algo)
     known = inspect.signature(library).parameters
     settings = {name: value for name, value in settings.items() if name in known}
-    kind = "CnnPolicy" if is_atari(script) else "MlpPolicy"
+    kind = "CnnPolicy" if is_atari(script) else "MlpLstmPolicy" if has_memory(algo) else "MlpPolicy"
     return library(kind, envs, **settings, policy_kwargs=policy, seed=args.seed, device=device)
 
 
 def train(peer, algo, *flags):
     """Train one peer with `flags` of our script `algo`, in time slices, and write summary.json as the scripts do."""
-    if peer not in PEER_MODULES or algo not in CLASSES:
+    if algo not in CLASSES or peer not in ALGORITHMS[algo].peers:
         choices = f"{' or '.join(PEER_MODULES)}, and one of {', '.join(CLASSES)}"
         stop(f"peers.py {peer} {algo}: choose {choices}")
     script = load(algo)
@@ -241,7 +267,7 @@ def train(peer, algo, *flags):
     model.learn(args.total_timesteps, callback=clock, log_interval=None)
     returns = [episode["r"] for episode in model.ep_info_buffer][-20:]
     summary = {
-        "script": f"{PEER_MODULES[peer]}.{CLASSES[algo]}",
+        "script": f"{type(model).__module__.split('.')[0]}.{type(model).__name__}",
         "env_id": args.env_id,
         "seed": args.seed,
         "num_envs": args.num_envs,
@@ -276,6 +302,11 @@ NOTES = (  # what no setting makes equal and no attribute shows: algorithm or sc
         "sb3",
         "the loss of a value is that of its clipped one; ours the larger of both",
     ),
+    (
+        "ppo_lstm",
+        "sb3",
+        "a minibatch is a range of transitions in order, of several environments; ours are whole sequences of some",
+    ),
     ("PPO", "sb3, sbx", "an update has the learning rate of the next iteration, and so the last one 0"),
     ("PPO", "sbx", "actor and critic have an optimizer each, and gradients that are clipped separately"),
     ("ppo_atari_envpool", "sbx", "actor and critic have a convolutional network each, made equal after every step"),
@@ -296,7 +327,8 @@ NOTES = (  # what no setting makes equal and no attribute shows: algorithm or sc
 def networks_in_torch(network):
     """Matrices, activation and precision of a module's networks, target networks left out."""
     modules = [module for name, module in network.named_modules() if "target" not in name]
-    weights = [module.weight for module in modules if isinstance(module, (nn.Linear, nn.Conv2d))]
+    own = [pair for module in modules for pair in module.named_parameters(recurse=False)]
+    weights = [parameter for name, parameter in own if name.startswith("weight")]
     shapes = [(inputs, outputs, *kernel) for outputs, inputs, *kernel in (weight.shape for weight in weights)]
     activations = Counter(type(module).__name__ for module in modules if isinstance(module, (nn.ReLU, nn.Tanh)))
     [(activation, _)] = activations.most_common(1)  # of hidden layers: a last layer may have another
@@ -422,7 +454,7 @@ def settings(algo):
         args.buffer_size = 1000  # the peers take memory for all of it
     prepare(script, args)
     columns = {"ours": our_settings(algo, script, args)}
-    columns |= {peer: peer_settings(peer, algo, script, args) for peer in PEER_MODULES}
+    columns |= {peer: peer_settings(peer, algo, script, args) for peer in ALGORITHMS[algo].peers}
     if small_buffer:
         for rows in columns.values():
             del rows["buffer_size"]
@@ -434,9 +466,9 @@ def tables():
     pages = ["Bold: it differs from ours. -: the peer has no such setting."]
     for algo, name in CLASSES.items():
         columns = settings(algo)
-        lines = [f"### {algo}", "", f"| | {' | '.join(columns)} |", "|---|---|---|---|"]
+        lines = [f"### {algo}", "", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
         for row, ours in columns["ours"].items():
-            theirs = [columns[peer][row] for peer in PEER_MODULES]
+            theirs = [columns[peer][row] for peer in ALGORITHMS[algo].peers]
             lines.append(f"| {row} | {' | '.join([ours, *(t if t == ours else f'**{t}**' for t in theirs)])} |")
         notes = [f"- {peers}: {note}" for key, peers, note in NOTES if key in (algo, name)]
         pages.append("\n".join([*lines, "", *notes]))

@@ -66,7 +66,7 @@ class RoundArgs(RunArgs):
 
 def modes_of(algo):
     """The modes that an algorithm has: its own, peers, those with MKL unlocked."""
-    modes = [*MODES, *(PEERS if ALGORITHMS[algo].has_peers else ())]
+    modes = [*MODES, *ALGORITHMS[algo].peers]
     return [*modes, *(mode for mode in MKL_MODES if mode.removesuffix(MKL) in modes)]
 
 

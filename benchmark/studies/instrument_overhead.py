@@ -1,10 +1,10 @@
 """What each instrument costs of a run's steady speed.
 
-    python -m benchmark.studies.instrument_overhead  # SAC and PPO for Atari; three quarters of an hour on 2 cores
+    python -m benchmark.studies.instrument_overhead  # SAC and PPO for Atari; 20 minutes on 2 cores
     python -m benchmark.report                       # put the results into doc/debugging.md
 
-A round trains a script alone and with each instrument, interleaved (speed/rounds.py), without CUDA graphs where
-there is no CUDA device.
+A round trains a script alone and with each instrument that has work to do during training, interleaved
+(speed/rounds.py), without CUDA graphs where there is no CUDA device.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,8 @@ ALONE = "none"
 INSTRUMENTS = {
     ALONE: "",
     "--watch-gradients": "--watch-gradients",
-    "--random-baseline": "--random-baseline 1",
     "--dump-frames": "--dump-frames 10000",
     "--watch": "--watch",
-    "--profile": "--profile",
 }
 ATARI_ONLY = ("--dump-frames",)
 TASKS = {"sac_continuous_action": (5_000, FULL_SOON), "ppo_atari_envpool": (16_000, "")}  # steps, flags

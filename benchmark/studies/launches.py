@@ -45,6 +45,7 @@ RUNS = {  # flags, and how many steps to count: whole periods of all that is not
     "sac_continuous_action": (EARLY, 100),
     "td3_continuous_action": (EARLY, 100),
     "ppo_continuous_action": ({}, 2048),
+    "ppo_lstm": ({}, 128),
     "ppo_atari_envpool": ({}, 128),
     "dqn": (EARLY | GREEDY, 500),
     "dqn_atari": (EARLY_ATARI | GREEDY, 100),

@@ -350,9 +350,9 @@ def test_dry_run_prints_the_commands(capsys, monkeypatch):
     monkeypatch.setattr(matrix, "find_spec", lambda module: True)
     monkeypatch.setattr(matrix, "entry_points", lambda group: ["cuda"])
     out, _ = commands(capsys)
-    assert len(out.splitlines()) == (7 * 5 + 6 * 2) * 3  # SAC for Atari has no peers
+    assert len(out.splitlines()) == (8 * 5 + 6 * 2 + 1) * 3  # PPO with memory has one peer, SAC for Atari none
     out, _ = commands(capsys, quick=True)
-    assert len(out.splitlines()) == 7 * 5
+    assert len(out.splitlines()) == 8 * 5
 
 
 def test_modes_are_skipped_for_want_of_a_device_or_of_packages(capsys, monkeypatch):

@@ -26,11 +26,13 @@ SMALL = {  # flags with which a run has two time slices or more
     "sac_continuous_action": "--env-id Pendulum-v1 --total-timesteps 400 --learning-starts 100",
     "td3_continuous_action": "--env-id Pendulum-v1 --total-timesteps 400 --learning-starts 100",
     "dqn": "--total-timesteps 400 --learning-starts 100",
+    "ppo_lstm": "--num-envs 4 --total-timesteps 10240",
     "ppo_atari_envpool": "--num-envs 2 --total-timesteps 1280",
     "dqn_atari": "--total-timesteps 400 --learning-starts 100 --buffer-size 1000",
 }
-both_peers = pytest.mark.parametrize("peer", ["sb3", "sbx"])
-all_algorithms = pytest.mark.parametrize("algo", SMALL)
+all_peers = pytest.mark.parametrize(
+    ("algo", "peer"), [(algo, peer) for algo in SMALL for peer in ALGORITHMS[algo].peers]
+)
 
 
 @pytest.fixture
@@ -44,6 +46,7 @@ def peers(monkeypatch):
 def test_modes_of_an_algorithm():
     unlocked = ["plain+mkl", "eager+mkl", "compile+mkl"]
     assert rounds.modes_of("dqn") == [*rounds.MODES, "sb3", "sbx", *unlocked, "sb3+mkl"]
+    assert rounds.modes_of("ppo_lstm") == [*rounds.MODES, "sb3", *unlocked, "sb3+mkl"]
     assert rounds.modes_of("sac_atari") == [*rounds.MODES, *unlocked]
 
 
@@ -66,8 +69,7 @@ def settings(algo):
     return importlib.import_module("benchmark.speed.peers").settings(algo)
 
 
-@both_peers
-@all_algorithms
+@all_peers
 def test_settings_are_ours_where_they_can_be(peers, algo, peer):
     ours, theirs = settings(algo)["ours"], settings(algo)[peer]
     assert ours.keys() == theirs.keys()
@@ -129,8 +131,7 @@ def test_games_are_those_of_our_script(peers):
     assert ends == 10  # five lives
 
 
-@both_peers
-@all_algorithms
+@all_peers
 def test_a_run_has_time_slices_and_writes_a_summary(peers, algo, peer, tmp_path):
     command = [*PROGRAM, peer, algo, *SMALL[algo].split(), "--run-dir", str(tmp_path)]
     done = subprocess.run(command, input="\n" * 1000, cwd=ROOT, capture_output=True, text=True)
@@ -156,8 +157,9 @@ def test_a_round_with_peers(peers, tmp_path):
     [
         ("sb3 a2c", "error: peers.py sb3 a2c: choose sb3 or sbx, and one of"),
         ("rllib dqn", "error: peers.py rllib dqn: choose sb3 or sbx, and one of"),
+        ("sbx ppo_lstm", "error: peers.py sbx ppo_lstm: choose sb3 or sbx, and one of"),
         ("sb3 dqn --gamma 0.9", "error: --gamma 0.9: leave it out"),
-        ("sbx ppo_continuous_action --env-backend envpool", "error: --env-backend envpool: leave it out"),
+        ("sbx ppo_continuous_action --no-anneal-lr", "error: --anneal-lr False: leave it out"),
         ("sb3 dqn --num-envs 3", "error: --num-envs 3: sb3 needs a divisor of --train-frequency 10"),
     ],
 )
