@@ -7,7 +7,7 @@ The algorithm and its defaults are CleanRL's, and so are its details:
 3. The TD error is squared, not clipped as in the paper (`DQN.update`).
 4. A truncated episode is not a terminal state: its last value is bootstrapped (`train`).
 
-dqn_torchcompile.py makes the same updates at full speed.
+dqn_torchcompile.py makes the same updates at full speed, and acts one update late.
 
     python leanrl/dqn.py --env-id CartPole-v1
 """

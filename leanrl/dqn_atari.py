@@ -8,7 +8,7 @@ The algorithm and its defaults are CleanRL's, and so are its details:
 4. The end of a life is a terminal state, rewards are clipped to -1, 0 or 1 (`AtariEnvs`).
 5. A truncated game does not end in a terminal state: its last value is bootstrapped (`AtariEnvs.step`).
 
-dqn_atari_torchcompile.py makes the same updates at full speed.
+dqn_atari_torchcompile.py makes the same updates at full speed, and acts one update late.
 
     python leanrl/dqn_atari.py --env-id Breakout-v5
 """

@@ -9,7 +9,7 @@ The algorithm and its defaults are CleanRL's, and so are its details:
 5. The end of a life is a terminal state, rewards are clipped to -1, 0 or 1 (`AtariEnvs`).
 6. A truncated game does not end in a terminal state: its last value is bootstrapped (`AtariEnvs.step`).
 
-sac_atari_torchcompile.py makes the same updates at full speed.
+sac_atari_torchcompile.py makes the same updates at full speed, and acts one update late.
 
     python leanrl/sac_atari.py --env-id BeamRider-v5
 """

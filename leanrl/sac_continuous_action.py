@@ -8,7 +8,7 @@ The algorithm and its defaults are CleanRL's, and so are its details:
 4. Actions are squashed by tanh into the bounds of the action space (`SquashedGaussian`).
 5. A truncated episode is not a terminal state: its last value is bootstrapped (`train`).
 
-sac_continuous_action_torchcompile.py makes the same updates at full speed.
+sac_continuous_action_torchcompile.py makes the same updates at full speed, and acts one update late.
 
     python leanrl/sac_continuous_action.py --env-id HalfCheetah-v5
 """

@@ -9,7 +9,7 @@ The algorithm and its defaults are CleanRL's, and so are its details:
 5. Actions are squashed by tanh, and clipped after noise, into the bounds of the action space (`Actor`).
 6. A truncated episode is not a terminal state: its last value is bootstrapped (`train`).
 
-td3_continuous_action_torchcompile.py makes the same updates at full speed.
+td3_continuous_action_torchcompile.py makes the same updates at full speed, and acts one update late.
 
     python leanrl/td3_continuous_action.py --env-id HalfCheetah-v5
 """

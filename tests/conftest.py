@@ -235,7 +235,7 @@ THOROUGH = (  # tests that are too long for the quick suite, by the beginning of
     "scripts/test_runs.py::test_two_runs",
     "tools/test_ablation.py",
     "tools/test_benchmark.py::test_an_interrupted_learning_run",
-    "tools/test_docs_debugging.py",
+    "tools/test_docs_debugging.py::test_the_",
     "tools/test_graph_breaks.py",
     "tools/test_launches.py",
     "tools/test_pictures.py",

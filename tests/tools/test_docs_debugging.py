@@ -1,17 +1,20 @@
-"""doc/debugging.md: each planted bug shows where the page says, and not in the script as it is."""
+"""doc/debugging.md: planted bugs show where the page says, and only there; its programs print its tables."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import load_copy, scalars
+from scipy import stats
 
 from instruments import __main__ as command
 from instruments.baseline import RandomBaseline
 from instruments.frames import FrameDump
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "doc" / "debugging.md").read_text()
 FOLDER = ROOT / "doc" / "examples" / "debugging"
 spec = importlib.util.spec_from_file_location("plant", FOLDER / "plant.py")
 plant = importlib.util.module_from_spec(spec)
@@ -66,3 +69,49 @@ def test_a_bug_is_written_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         plant.main("fourth", "x.py")
     assert stop.value.code == 2 and "error: fourth: give one of first, second, third" in capsys.readouterr().err
+
+
+def program(section):
+    """The Python program in a section of the page."""
+    (text,) = re.findall(
+        r"^```python\n(.*?)^```$", PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0], re.M | re.S
+    )
+    return text
+
+
+def test_seeds_spread_as_in_the_curves(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    exec(program("Seeds"), {})
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 4
+    assert all(row in PAGE.splitlines() for row in rows)
+
+
+def power(seeds, difference):
+    """The probability that a two-sided t-test at 5% finds a difference, in standard deviations, between two groups."""
+    degrees = 2 * seeds - 2
+    limit = stats.t.ppf(0.975, degrees)
+    shift = difference * (seeds / 2) ** 0.5
+    return 1 - stats.nct.cdf(limit, degrees, shift) + stats.nct.cdf(-limit, degrees, shift)
+
+
+def test_so_many_seeds_are_needed():
+    rows = re.findall(r"^\| standard deviation (\d+)%.*? \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", PAGE, re.M)
+    assert len(rows) == 3
+    for deviation, *row in rows:
+        for difference, seeds in zip((10, 20, 30, 50), map(int, row), strict=True):
+            assert power(seeds, difference / int(deviation)) >= 0.8
+            assert seeds == 2 or power(seeds - 1, difference / int(deviation)) < 0.8
+
+
+@pytest.mark.parametrize("name", ["SAC", "TD3"])
+def test_one_batch_is_overfitted(name, capsys):
+    """In the page's program, but for 500 updates only."""
+    text = program("Overfitting one batch").replace("range(2001)", "range(501)")
+    text = text.replace("sac_continuous_action", f"{name.lower()}_continuous_action").replace(
+        "script.SAC", f"script.{name}"
+    )
+    exec(text, {})
+    first, last = (float(line.split()[1]) for line in capsys.readouterr().out.splitlines())
+    assert 0.5 < first < 1.2
+    assert last < 0.15

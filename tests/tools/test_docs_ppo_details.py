@@ -15,7 +15,12 @@ SCRIPTS = {
     ("continuous", "turbo"): "ppo_continuous_action_torchcompile",
     ("Atari", "plain"): "ppo_atari_envpool",
     ("Atari", "turbo"): "ppo_atari_envpool_torchcompile",
+    ("LSTM", "plain"): "ppo_lstm",
+    ("LSTM", "turbo"): "ppo_lstm_torchcompile",
+    ("several GPUs",): "ppo_atari_multigpu_torchcompile",
 }
+KINDS = {kind for kinds in SCRIPTS for kind in kinds}
+LSTM = {"LSTM"}
 FRAME_COUNT = 90  # the byte of Breakout's memory that counts frames
 
 
@@ -31,13 +36,16 @@ def section(number):
         return {"Atari"}
     if number.isdigit() and 23 <= int(number) <= 31:
         return {"continuous"}
+    if number.isdigit() and 32 <= int(number) <= 36:
+        return LSTM
     return set()
 
 
 def scripts(words):
-    """The scripts that some of the words plain, turbo, continuous and Atari leave."""
-    assert words <= {"plain", "turbo", "continuous", "Atari"}
-    return [script for kinds, script in SCRIPTS.items() if words <= {*kinds}]
+    """The scripts that some of the KINDS leave; those of a section of their own only if they are named."""
+    assert words <= KINDS
+    common = {"continuous", "Atari"} | words
+    return [script for kinds, script in SCRIPTS.items() if words <= {*kinds} and common & {*kinds} - {"plain", "turbo"}]
 
 
 @functools.cache
@@ -67,6 +75,11 @@ def check(word, script):
         assert ast.literal_eval(definitions(script)[name]) == expected
 
 
+def has(word, script):
+    """Whether a script has the name in a sentence; a flag may be turned off, or have a value other than its default."""
+    return word.partition(" ")[0].replace("--no-", "--") in definitions(script)
+
+
 def test_all_details_are_there():
     numbers = [row[0] for row in rows()]
     assert numbers == [str(n) for n in range(1, 38)] + ["A1", "A2", "A3", "A4"]
@@ -86,13 +99,29 @@ def test_scripts_have_what_the_table_names(row):
             for script in chosen:
                 check(name, script)
     for name in re.findall("`([^`]+)`", here + unlike):
-        assert any(name.replace("--no-", "--") in definitions(script) for script in scripts(section(number)))
+        is_script = (ROOT / "leanrl" / name).is_file()
+        assert is_script or any(has(name, script) for script in scripts(section(number)))
+
+
+def test_scripts_with_memory_have_what_the_sentences_name():
+    page = (ROOT / "doc" / "ppo_details.md").read_text()
+    text = page.partition("## LSTM: the two scripts with memory")[2].partition("\n## ")[0]
+    sentences = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+    (defaults,) = re.findall("^- Defaults: (.*)$", sentences, re.M)
+    for word in re.findall("`([^`]+)`", sentences):
+        if (ROOT / "leanrl" / word).is_file():
+            continue
+        assert any(has(word, script) for script in scripts(LSTM)), word
+    for word in re.findall("`([^`]+)`", defaults):
+        for script in scripts(LSTM):
+            check(word, script)
 
 
 def test_what_is_not_there_is_not():
-    for script in SCRIPTS.values():
+    for kinds, script in SCRIPTS.items():
         text = (ROOT / "leanrl" / f"{script}.py").read_text()
-        assert not re.search(r"LSTM|GRU|RNN|MultiDiscrete", text)
+        assert "MultiDiscrete" not in text
+        assert bool(re.search(r"nn\.(LSTM|GRU|RNN)", text)) == ("LSTM" in kinds)
 
 
 def test_envpool_has_the_defaults_on_the_page():
