@@ -14,16 +14,23 @@ from conftest import TURBO, assert_same_state, leaves, saved
 from emulated_cuda import emulated_cuda
 from test_training_on_cuda import OTHERS, SIZES, batched
 
-from leanrl import dqn_population_torchcompile, ppo_population_torchcompile, sac_population_torchcompile
+from leanrl import (
+    dqn_population_torchcompile,
+    ppo_lstm_torchcompile,
+    ppo_population_torchcompile,
+    sac_population_torchcompile,
+)
 
 pytest.importorskip("triton")
 from generated_cuda import KERNEL, call_of, compiled_for_cuda
 
+SCRIPTS = TURBO | {"ppo_lstm": ppo_lstm_torchcompile}
 FUNCTIONS = {  # that are compiled
     "sac": {"store_and_act", "update_critics", "update_actor"},
     "td3": {"store_and_act", "update_critics", "update_actor"},
     "dqn": {"store_and_update"},
     "ppo": {"update_minibatch"},
+    "ppo_lstm": {"decide", "encode", "step", "differentiate", "step_back", "descend"},
     "ppo_atari": {"decide", "update_minibatch"},
     "dqn_atari": {"store", "act", "sample", "update_q"},
     "sac_atari": {"store", "act", "sample", "update_networks"},
@@ -34,24 +41,26 @@ SHORT = {
     "td3": {"total_timesteps": 56},
     "dqn": {"total_timesteps": 80},
     "ppo": {"total_timesteps": 48},
+    "ppo_lstm": {"num_steps": 4, "total_timesteps": 48},
     "ppo_atari": {"num_steps": 4, "update_epochs": 1, "total_timesteps": 24},
     "dqn_atari": {"learning_starts": 16, "total_timesteps": 36},
     "sac_atari": {"learning_starts": 16, "total_timesteps": 36},
 }
 OTHERS = OTHERS | {"dqn_atari": OTHERS["dqn_atari"] | {"total_timesteps": 24}}  # with an update in each step
+OTHERS |= {"ppo_lstm": {"env_id": "Unequal-v0", "cell": "gru", "target_kl": 1e-4}}
 QUICK = ("dqn",)
 
 
 CASES = [
     pytest.param(name, kwargs, marks=[] if name in QUICK and not kwargs else [pytest.mark.thorough])
-    for name in TURBO
+    for name in SCRIPTS
     for kwargs in ({}, OTHERS[name])
 ]
 
 
 def train(name, settings, folder, late=True, compile=True, **session):
     """A short run on the emulated device; returns its losses, its learner's state and the `Session`."""
-    script = TURBO[name]
+    script = SCRIPTS[name]
     kwargs = SIZES[name] | SHORT[name] | settings | {"compile": compile, "cudagraphs": compile}
     args = script.Args(**kwargs, run_dir=str(folder))
     losses, runs = [], []
