@@ -3,8 +3,8 @@
 Each agent is a run of dqn_torchcompile.py with its seed and its flags: it draws the same random numbers and makes the
 same updates. What makes N agents cheap:
 
-1. The networks of all agents are rows of one matrix: a layer is one batched matmul, and Adam for all agents is as many
-   operations as for one (`Networks`, `PopulationAdam`).
+1. The networks of all agents are rows of one matrix: a layer is one batched matmul, and one Adam step
+   updates all agents in as many operations as one agent (`Networks`, `PopulationAdam`).
 2. Actions are computed on the host, in NumPy (`on_host`), and only where they are not random (`DQNPopulation.act`).
 3. Environments are stepped without gymnasium's vector environment, which can cost more than they do (`DirectEnvs`).
 4. Transitions are collected on the host, and sent to the device's replay buffer once per update, all agents' in one
@@ -16,8 +16,8 @@ same updates. What makes N agents cheap:
     python leanrl/dqn_population_torchcompile.py --env-id CartPole-v1 --seeds 1 2 3 4 5 6 7 8 --compile --cudagraphs
     python leanrl/dqn_population_torchcompile.py --seeds 1 --learning-rate 1e-4 3e-4 1e-3 3e-3 --compile --cudagraphs
 
-A flag with several values has one for each agent; one value stands for all. The run's folder has a folder for each
-agent, from which the single script resumes it.
+A flag takes one value per agent, or one for all. The run's folder holds a folder per agent, which the single-agent
+script can resume.
 """
 
 import copy
@@ -151,13 +151,13 @@ class QNetwork(nn.Module):
 class DQNPopulation:
     """The learners of all agents. CUDA graphs replay kernels, not Python: what changes in training is a tensor.
 
-    Tensors have a leading dimension of agents. No operation mixes agents: one that diverges leaves the others alone.
+    Tensors have a leading dimension of agents. No operation mixes agents: a diverging agent does not affect the others.
     """
 
     warmup_updates = GRAPH_WARMUP  # until the update is compiled and captured
 
     def __init__(self, args, agents, envs, device):
-        """`agents` are the arguments of each; `envs` has the environments of the first agent, then of the second..."""
+        """`agents` holds each agent's arguments; `envs` the first agent's environments, then the second's, and so on."""
         self.args = args
         self.agents = agents
         self.device = device
@@ -318,7 +318,7 @@ class DQNPopulation:
         }
 
     def state_dict(self, i):
-        """Copies on the CPU of what an agent needs to continue bit for bit, as the single script's."""
+        """Copies on the CPU of what an agent needs to continue bit for bit, as the single-agent script's."""
         if self.collected:
             self.send_block()
             self.store_block()
@@ -331,7 +331,7 @@ class DQNPopulation:
         }
 
     def load_state_dict(self, i, state):
-        """Let an agent continue from what `state_dict` returned, with the learning rate of this run's arguments."""
+        """Restore an agent from what `state_dict` returned, with the learning rate of this run's arguments."""
         tensors = self.tensors(i)
         load_tensors(tensors, {name: state[name] for name in tensors})
         self.arriving_weights[i].copy_(self.q.weights[i])
@@ -527,13 +527,13 @@ class PopulationAdam:
         root = correction2.sqrt()
         # lr * m_hat / (sqrt(v_hat) + eps): the corrections and lr are in the denominator, also right for lr = 0
         scale = correction1 / (self.lr * root)
-        if weights.ndim > 1:  # single numbers are computed in float64, as in the single script
+        if weights.ndim > 1:  # scalars are computed in float64, as in the single-agent script
             scale = scale.to(weights.dtype)
         denominator = self.v.sqrt().add_(EPS * root).mul_(scale)
         weights.addcdiv_(self.m, denominator, value=-1)
 
     def tensors(self, i):
-        """What an agent needs to resume, by name, as the single script's."""
+        """What an agent needs to resume, by name, as the single-agent script's."""
         return {"m": self.m[i], "v": self.v[i], "decay": self.decay}
 
 
@@ -656,7 +656,7 @@ class PopulationReplay:
         return {"rows": self.rows[i, :filled].to("cpu", copy=True), "stored": self.stored.to("cpu", copy=True)}
 
     def load_state_dict(self, i, state):
-        """Let an agent continue from what `state_dict` returned."""
+        """Restore an agent from what `state_dict` returned."""
         self.rows[i, : len(state["rows"])] = state["rows"].to(self.rows.device)
         self.stored.copy_(state["stored"])
 
@@ -785,7 +785,7 @@ def make_envs(args, folder):
         env = gym.make(args.env_id, **options)
         return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
 
-    require_memory(args, "num_envs", bytes_each=20_000)  # as in make_envs
+    require_memory(args, "num_envs", bytes_each=20_000)  # an environment in Python takes more
     try:
         # SAME_STEP: where an episode ends, the last observation is in infos["final_obs"]
         envs = SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -885,7 +885,7 @@ def prepare(args):
 
 
 def load_checkpoint(args):
-    """What `Run.save` wrote to the folder or file in --resume, on the CPU."""
+    """What a run's `save` wrote to the folder or file in --resume, on the CPU."""
     path = Path(args.resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
@@ -925,7 +925,7 @@ class ProgressBar(tqdm):
 
 
 class AgentRun:
-    """What an agent's run leaves behind, as the single script does: folder, logs, checkpoint, policy and summary."""
+    """What an agent's run leaves behind, as the single-agent script: folder, logs, checkpoint, policy, summary."""
 
     def __init__(self, args, folder):
         self.args = args
@@ -980,14 +980,14 @@ class AgentRun:
             self.freeze(step, f"{non_finite[0]} is {losses[non_finite[0]]}")
 
     def freeze(self, step, what):
-        """Log and save nothing more of this agent; the others go on."""
+        """Stop logging and saving this agent; the others continue."""
         kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
         self.failed = f"step {step}: {what}; {kept}"
         self.failed_step = step
         note(f"{self.folder.name} is frozen: {self.failed}")
 
     def write_checkpoint(self, step, state):
-        """Write checkpoint.next, from which the single script can resume once it is checkpoint.pt."""
+        """Write checkpoint.next, from which the single-agent script can resume once it is checkpoint.pt."""
         checkpoint = {"args": vars(self.args), "global_step": step, "episodes": self.episodes}
         checkpoint |= {"returns": self.recent_returns, "learner": state}
         replace_file(self.folder / "checkpoint.next", lambda file: torch.save(checkpoint, file))
@@ -1004,7 +1004,7 @@ class AgentRun:
 
 
 class Population:
-    """A population's folder, with the runs of its agents, and its end: the context of a training loop.
+    """A population's folder, with its agents' runs, and its shutdown: the context manager of the training loop.
 
     Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoints, policies, summaries and
     a plot are written. A population that ends before `start` leaves nothing behind.
@@ -1062,7 +1062,7 @@ class Population:
         self.started = True
 
     def restore(self):
-        """Continue from the checkpoints of the population in --resume; an agent that was frozen there stays so."""
+        """Continue from the checkpoints of the population in --resume; an agent that was frozen there stays frozen."""
         folder = Path(self.args.resume)
         saved = [load_if_there(folder / agent_folder(i) / "checkpoint.pt") for i in range(len(self.agents))]
         if not any(saved):
@@ -1246,7 +1246,7 @@ class Population:
 
 
 def agents_of(args):
-    """The single script's arguments of each agent; a flag with one value has it for all agents."""
+    """The single-agent script's arguments of each agent; a flag with one value has it for all agents."""
     lists = {name: value for name, value in vars(args).items() if isinstance(value, tuple)}
     count = max(map(len, lists.values()))
     for name, values in lists.items():

@@ -3,8 +3,8 @@
 Each agent is a run of ppo_continuous_action_torchcompile.py with its seed and its flags: it draws the same random
 numbers and makes the same updates. What makes N agents cheap:
 
-1. The networks of all agents are rows of one matrix: a layer is one batched matmul, and Adam for all agents is as many
-   operations as for one (`Networks`, `AdamByAgent`).
+1. The networks of all agents are rows of one matrix: a layer is one batched matmul, and one Adam step
+   updates all agents in as many operations as one agent (`Networks`, `AdamByAgent`).
 2. The policies act in NumPy (`PPOPopulation.act`, `on_host`), what they see is normalized for all at once
    (`PopulationNormalizer`), and environments are stepped without gymnasium's vector environment (`DirectEnvs`).
 3. The rollouts of all agents are one block of host memory, and one copy takes it to the device
@@ -17,8 +17,8 @@ numbers and makes the same updates. What makes N agents cheap:
     python leanrl/ppo_population_torchcompile.py --env-id HalfCheetah-v5 --seeds 1 2 3 4 5 6 7 8 --compile --cudagraphs
     python leanrl/ppo_population_torchcompile.py --seeds 1 --learning-rate 1e-4 3e-4 1e-3 --compile --cudagraphs
 
-A flag with several values has one for each agent; one value stands for all. The run's folder has a folder for each
-agent, from which the single script resumes it.
+A flag takes one value per agent, or one for all. The run's folder holds a folder per agent, which the single-agent
+script can resume.
 """
 
 import copy
@@ -178,11 +178,11 @@ class Agent(nn.Module):
 class PPOPopulation:
     """The learners of all agents. CUDA graphs replay kernels, not Python: what changes in training is a tensor.
 
-    Tensors have a leading dimension of agents. No operation mixes agents: one that diverges leaves the others alone.
+    Tensors have a leading dimension of agents. No operation mixes agents: a diverging agent does not affect the others.
     """
 
     def __init__(self, args, agents, envs, device):
-        """`agents` are the arguments of each; `envs` has the environments of the first agent, then of the second..."""
+        """`agents` holds each agent's arguments; `envs` the first agent's environments, then the second's, and so on."""
         self.args = args
         self.agents = agents
         self.device = device
@@ -199,7 +199,7 @@ class PPOPopulation:
             self.generators.append(Generators(device))
         self.batched = args.compile or self.cudagraphs
         self.networks = Networks(networks, self.batched)
-        # float64 as the single script's numbers are, so that what is computed from them rounds the same
+        # float64 as the single-agent script's numbers are, so that what is computed from them rounds the same
         float64 = partial(torch.tensor, dtype=torch.float64, device=device)
         self.learning_rates = float64([[agent.learning_rate] for agent in agents])
         self.gamma = float64([agent.gamma for agent in agents])
@@ -303,7 +303,7 @@ class PPOPopulation:
         self.optimizers["agent"].step(self.networks.weights, gradient * scale.unsqueeze(-1))
 
     def by_agent(self, function, rows):
-        """`function` of each agent's row; one after the other it rounds as in the single script."""
+        """`function` of each agent's row; one after the other it rounds as in the single-agent script."""
         return vmap(function)(rows) if self.batched else torch.stack([function(row) for row in rows])
 
     def learn_epoch(self, uniform):
@@ -443,7 +443,7 @@ class PPOPopulation:
         }
 
     def state_dict(self, i):
-        """Copies on the CPU of what an agent needs to continue bit for bit, as the single script's."""
+        """Copies on the CPU of what an agent needs to continue bit for bit, as the single-agent script's."""
         return tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), self.tensors(i)) | {
             "updates": self.updates,
             "rng": self.generators[i].host.get_state(),
@@ -451,7 +451,7 @@ class PPOPopulation:
         }
 
     def load_state_dict(self, i, state):
-        """Let an agent continue from what `state_dict` returned."""
+        """Restore an agent from what `state_dict` returned."""
         tensors = self.tensors(i)
         load_tensors(tensors, {name: state[name] for name in tensors})
         self.host_networks.weights[i].copy_(self.networks.weights[i])
@@ -647,7 +647,7 @@ class AdamByAgent:
         return self.m, self.v, self.decay
 
     def tensors(self, i):
-        """What an agent needs to resume, by name, as the single script's."""
+        """What an agent needs to resume, by name, as the single-agent script's."""
         return {"m": self.m[i], "v": self.v[i], "decay": self.decay[i]}
 
 
@@ -923,7 +923,7 @@ def make_envs(args, folder):
         env = gym.make(args.env_id, **options)
         return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
 
-    require_memory(args, "num_envs", bytes_each=20_000)  # as in make_envs
+    require_memory(args, "num_envs", bytes_each=20_000)  # an environment in Python takes more
     try:
         # SAME_STEP: where an episode ends, the last observation is in infos["final_obs"]
         envs = SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -1022,7 +1022,7 @@ def prepare(args):
 
 
 def load_checkpoint(args):
-    """What `Run.save` wrote to the folder or file in --resume, on the CPU."""
+    """What a run's `save` wrote to the folder or file in --resume, on the CPU."""
     path = Path(args.resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
@@ -1062,7 +1062,7 @@ class ProgressBar(tqdm):
 
 
 class AgentRun:
-    """What an agent's run leaves behind, as the single script does: folder, logs, checkpoint, policy and summary."""
+    """What an agent's run leaves behind, as the single-agent script: folder, logs, checkpoint, policy, summary."""
 
     def __init__(self, args, folder):
         self.args = args
@@ -1117,14 +1117,14 @@ class AgentRun:
             self.freeze(step, f"{non_finite[0]} is {losses[non_finite[0]]}")
 
     def freeze(self, step, what):
-        """Log and save nothing more of this agent; the others go on."""
+        """Stop logging and saving this agent; the others continue."""
         kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
         self.failed = f"step {step}: {what}; {kept}"
         self.failed_step = step
         note(f"{self.folder.name} is frozen: {self.failed}")
 
     def write_checkpoint(self, step, state):
-        """Write checkpoint.next, from which the single script can resume once it is checkpoint.pt."""
+        """Write checkpoint.next, from which the single-agent script can resume once it is checkpoint.pt."""
         checkpoint = {"args": vars(self.args), "global_step": step, "episodes": self.episodes}
         checkpoint |= {"returns": self.recent_returns, "learner": state}
         replace_file(self.folder / "checkpoint.next", lambda file: torch.save(checkpoint, file))
@@ -1141,7 +1141,7 @@ class AgentRun:
 
 
 class Population:
-    """A population's folder, with the runs of its agents, and its end: the context of a training loop.
+    """A population's folder, with its agents' runs, and its shutdown: the context manager of the training loop.
 
     Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoints, policies, summaries and
     a plot are written. A population that ends before `start` leaves nothing behind.
@@ -1199,7 +1199,7 @@ class Population:
         self.started = True
 
     def restore(self):
-        """Continue from the checkpoints of the population in --resume; an agent that was frozen there stays so."""
+        """Continue from the checkpoints of the population in --resume; an agent that was frozen there stays frozen."""
         folder = Path(self.args.resume)
         saved = [load_if_there(folder / agent_folder(i) / "checkpoint.pt") for i in range(len(self.agents))]
         if not any(saved):
@@ -1383,7 +1383,7 @@ class Population:
 
 
 def agents_of(args):
-    """The single script's arguments of each agent; a flag with one value has it for all agents."""
+    """The single-agent script's arguments of each agent; a flag with one value has it for all agents."""
     lists = {name: value for name, value in vars(args).items() if isinstance(value, tuple)}
     count = max(map(len, lists.values()))
     for name, values in lists.items():
