@@ -157,7 +157,7 @@ class DQNPopulation:
     warmup_updates = GRAPH_WARMUP  # until the update is compiled and captured
 
     def __init__(self, args, agents, envs, device):
-        """`agents` holds each agent's arguments; `envs` the first agent's environments, then the second's, and so on."""
+        """`agents` holds each agent's arguments; `envs` the first agent's environments, the second's, and so on."""
         self.args = args
         self.agents = agents
         self.device = device

@@ -182,7 +182,7 @@ class PPOPopulation:
     """
 
     def __init__(self, args, agents, envs, device):
-        """`agents` holds each agent's arguments; `envs` the first agent's environments, then the second's, and so on."""
+        """`agents` holds each agent's arguments; `envs` the first agent's environments, the second's, and so on."""
         self.args = args
         self.agents = agents
         self.device = device
