@@ -133,6 +133,7 @@ def test_agents_are_single_runs_to_the_last_bit(kind, tmp_path):
     """Whole runs, with every flag that is a list: checkpoints, logs, summaries and policies."""
     args = vars(kind.script.Args())
     assert {name for name, value in args.items() if isinstance(value, tuple)} == {"seeds", *kind.lists}
+    assert not any(isinstance(value, float) for value in args.values())
     folder = train_population(kind, tmp_path / "all")
     for i in range(3):
         single, agent = train_single(kind, tmp_path / str(i), i), folder / f"agent_{i}"
