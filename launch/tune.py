@@ -22,6 +22,7 @@ Run the same command again to continue or to extend a search. A search space can
 
 import math
 import shlex
+import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,11 +213,17 @@ class Search:
         return orders.order(*own, label=label, until=self.rungs[rung])
 
     def value(self, number, rung):
-        """How good a trial is at a rung; WORST if a seed has not ended an episode, None if it has not come that far."""
+        """How good a trial is at a rung; None if it has not come that far.
+
+        WORST if a seed has not ended an episode, or has diverged: the same command would meet the same NaN.
+        """
         returns = []
         for seed in self.args.seeds:
             order = self.order(number, seed, rung)
             if done_step(order.folder) < order.steps:
+                if any("failed" in part for part in summaries(order.folder)):  # a frozen agent of a population
+                    print(f"trial {number} counts as the worst: seed {seed} has diverged", file=sys.stderr)
+                    return WORST
                 return None
             at_rung = next(part for part in summaries(order.folder) if part["global_step"] >= order.steps)
             returns.append(at_rung["episodic_return"])
@@ -281,7 +288,8 @@ def main(words):
         search = Search(args, script, space, flags, folder)
         outcomes = run_all(args.cluster(folder), search)
         write(search, shlex.join(["python", "-m", "launch", "tune", *words]))
-    end(outcomes)
+    if not search.finished(range(len(search.study.trials))):
+        end(outcomes)
 
 
 def run_all(cluster, search):

@@ -3,8 +3,8 @@
 Each agent is a run of ppo_continuous_action_torchcompile.py with its seed and its flags: it draws the same random
 numbers and makes the same updates. What makes N agents cheap:
 
-1. The networks of all agents are rows of one matrix: a layer is one batched matmul, and Adam for all agents is as many
-   operations as for one (`Networks`, `AdamByAgent`).
+1. The networks of all agents are rows of one matrix: a layer is one batched matmul, and one Adam step
+   updates all agents in as many operations as one agent (`Networks`, `AdamByAgent`).
 2. The policies act in NumPy (`PPOPopulation.act`, `on_host`), what they see is normalized for all at once
    (`PopulationNormalizer`), and environments are stepped without gymnasium's vector environment (`DirectEnvs`).
 3. The rollouts of all agents are one block of host memory, and one copy takes it to the device
@@ -17,8 +17,8 @@ numbers and makes the same updates. What makes N agents cheap:
     python leanrl/ppo_population_torchcompile.py --env-id HalfCheetah-v5 --seeds 1 2 3 4 5 6 7 8 --compile --cudagraphs
     python leanrl/ppo_population_torchcompile.py --seeds 1 --learning-rate 1e-4 3e-4 1e-3 --compile --cudagraphs
 
-A flag with several values has one for each agent; one value stands for all. The run's folder has a folder for each
-agent, from which the single script resumes it.
+A flag takes one value per agent, or one for all. The run's folder holds a folder per agent, which the single-agent
+script can resume.
 """
 
 import copy
@@ -178,11 +178,11 @@ class Agent(nn.Module):
 class PPOPopulation:
     """The learners of all agents. CUDA graphs replay kernels, not Python: what changes in training is a tensor.
 
-    Tensors have a leading dimension of agents. No operation mixes agents: one that diverges leaves the others alone.
+    Tensors have a leading dimension of agents. No operation mixes agents: a diverging agent does not affect the others.
     """
 
     def __init__(self, args, agents, envs, device):
-        """`agents` are the arguments of each; `envs` has the environments of the first agent, then of the second..."""
+        """`agents` holds each agent's arguments; `envs` the first agent's environments, the second's, and so on."""
         self.args = args
         self.agents = agents
         self.device = device
@@ -199,7 +199,7 @@ class PPOPopulation:
             self.generators.append(Generators(device))
         self.batched = args.compile or self.cudagraphs
         self.networks = Networks(networks, self.batched)
-        # float64 as the single script's numbers are, so that what is computed from them rounds the same
+        # float64 as the single-agent script's numbers are, so that what is computed from them rounds the same
         float64 = partial(torch.tensor, dtype=torch.float64, device=device)
         self.learning_rates = float64([[agent.learning_rate] for agent in agents])
         self.gamma = float64([agent.gamma for agent in agents])
@@ -230,8 +230,8 @@ class PPOPopulation:
         self.batch_shapes |= {"log_prob": (), "values": (), "advantages": (), "returns": ()}
         step_width = sum(math.prod(shape) for shape in self.step_shapes.values())
         batch_width = sum(math.prod(shape) for shape in self.batch_shapes.values())
-        numbers = len(agents) * args.num_envs * (step_width + batch_width + self.act_dim + args.update_epochs)
-        require_memory(args, "num_steps", bytes_each=4 * numbers)
+        numbers = args.num_envs * (step_width + batch_width + self.act_dim + args.update_epochs)
+        require_memory_of_agents(args, len(agents), "num_steps", bytes_each=4 * numbers)
         sizes = len(agents), args.num_steps, args.num_envs
         self.host_rollout = torch.zeros(*sizes, step_width, pin_memory=on_cuda)
         self.rollout = self.host_rollout.to(device)  # on a CPU the same memory
@@ -303,7 +303,7 @@ class PPOPopulation:
         self.optimizers["agent"].step(self.networks.weights, gradient * scale.unsqueeze(-1))
 
     def by_agent(self, function, rows):
-        """`function` of each agent's row; one after the other it rounds as in the single script."""
+        """`function` of each agent's row; one after the other it rounds as in the single-agent script."""
         return vmap(function)(rows) if self.batched else torch.stack([function(row) for row in rows])
 
     def learn_epoch(self, uniform):
@@ -337,7 +337,7 @@ class PPOPopulation:
     def iterate_to_kl(self):
         """As `iterate`, but each agent keeps what it had learned when its KL divergence exceeded --target-kl."""
         self.make_batch()
-        learned = [self.networks.weights, *self.optimizers["agent"].by_agent(), self.grad_norm]
+        learned = [self.networks.weights, *self.optimizers["agent"].changing(), self.grad_norm]
         ended = {}
         for uniform in self.uniform:
             self.draw_order(uniform, [i for i in range(len(self.agents)) if i not in ended])
@@ -443,7 +443,7 @@ class PPOPopulation:
         }
 
     def state_dict(self, i):
-        """Copies on the CPU of what an agent needs to continue bit for bit, as the single script's."""
+        """Copies on the CPU of what an agent needs to continue bit for bit, as the single-agent script's."""
         return tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), self.tensors(i)) | {
             "updates": self.updates,
             "rng": self.generators[i].host.get_state(),
@@ -451,7 +451,7 @@ class PPOPopulation:
         }
 
     def load_state_dict(self, i, state):
-        """Let an agent continue from what `state_dict` returned."""
+        """Restore an agent from what `state_dict` returned."""
         tensors = self.tensors(i)
         load_tensors(tensors, {name: state[name] for name in tensors})
         self.host_networks.weights[i].copy_(self.networks.weights[i])
@@ -465,6 +465,7 @@ def train(args, on_start=lambda population: None):
         check_batch(args)
         check_compile(args, population.device)
         agents = population.agents
+        require_memory_of_agents(args, len(agents), "num_envs", bytes_each=20_000)  # as in make_envs
         envs = DirectEnvs(make_envs(replace(args, num_envs=len(agents) * args.num_envs), population.folder))
         require_bounded_actions(args, envs)
         learner = PPOPopulation(args, agents, envs, population.device)
@@ -641,12 +642,12 @@ class AdamByAgent:
         denominator = self.v.sqrt().add_((EPS * root).to(weights.dtype)).mul_(scale.to(weights.dtype))
         weights.addcdiv_(self.m, denominator, value=-1)
 
-    def by_agent(self):
+    def changing(self):
         """What steps change, tensors with a leading dimension of agents."""
         return self.m, self.v, self.decay
 
     def tensors(self, i):
-        """What an agent needs to resume, by name, as the single script's."""
+        """What an agent needs to resume, by name, as the single-agent script's."""
         return {"m": self.m[i], "v": self.v[i], "decay": self.decay[i]}
 
 
@@ -1021,7 +1022,7 @@ def prepare(args):
 
 
 def load_checkpoint(args):
-    """What `Run.save` wrote to the folder or file in --resume, on the CPU."""
+    """What a run's `save` wrote to the folder or file in --resume, on the CPU."""
     path = Path(args.resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
@@ -1061,7 +1062,7 @@ class ProgressBar(tqdm):
 
 
 class AgentRun:
-    """What an agent's run leaves behind, as the single script does: folder, logs, checkpoint, policy and summary."""
+    """What an agent's run leaves behind, as the single-agent script: folder, logs, checkpoint, policy, summary."""
 
     def __init__(self, args, folder):
         self.args = args
@@ -1069,7 +1070,8 @@ class AgentRun:
         self.episodes = 0
         self.recent_returns = []  # of the last 20 episodes
         self.curve = []  # step and return of each episode
-        self.failed = None  # why the agent is frozen, and since when
+        self.failed = None  # why the agent is frozen
+        self.failed_step = None  # and since when
         self.summary = {}
 
     def start(self, step, config):
@@ -1083,8 +1085,9 @@ class AgentRun:
         self.first_steps = np.full(self.args.num_envs, step)
 
     def restore(self, checkpoint):
-        self.episodes = checkpoint["episodes"]
-        self.recent_returns = checkpoint["returns"]
+        if not self.failed:
+            self.episodes = checkpoint["episodes"]
+            self.recent_returns = checkpoint["returns"]
 
     def advance(self, step, rewards, ended):
         """Count a step of the agent's environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
@@ -1114,13 +1117,14 @@ class AgentRun:
             self.freeze(step, f"{non_finite[0]} is {losses[non_finite[0]]}")
 
     def freeze(self, step, what):
-        """Log and save nothing more of this agent; the others go on."""
+        """Stop logging and saving this agent; the others continue."""
         kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
         self.failed = f"step {step}: {what}; {kept}"
+        self.failed_step = step
         note(f"{self.folder.name} is frozen: {self.failed}")
 
     def write_checkpoint(self, step, state):
-        """Write checkpoint.next, from which the single script can resume once it is checkpoint.pt."""
+        """Write checkpoint.next, from which the single-agent script can resume once it is checkpoint.pt."""
         checkpoint = {"args": vars(self.args), "global_step": step, "episodes": self.episodes}
         checkpoint |= {"returns": self.recent_returns, "learner": state}
         replace_file(self.folder / "checkpoint.next", lambda file: torch.save(checkpoint, file))
@@ -1131,13 +1135,13 @@ class AgentRun:
         mean_return = mean_return if math.isfinite(mean_return) else None
         self.summary = {"episodes": self.episodes, "episodic_return": mean_return, **results}
         if self.failed:
-            self.summary["failed"] = self.failed
+            self.summary |= {"global_step": self.failed_step, "failed": self.failed}
         (self.folder / "summary.json").write_text(json.dumps(self.config | self.summary, indent=2))
         self.writer.close()
 
 
 class Population:
-    """A population's folder, with the runs of its agents, and its end: the context of a training loop.
+    """A population's folder, with its agents' runs, and its shutdown: the context manager of the training loop.
 
     Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoints, policies, summaries and
     a plot are written. A population that ends before `start` leaves nothing behind.
@@ -1156,7 +1160,6 @@ class Population:
             refuse("run_dir", args.run_dir, f"give a folder that can be written ({one_line(error)})")
         self.runs = []
         for i, agent in enumerate(self.agents):
-            agent.run_dir = str(self.folder)
             self.runs.append(AgentRun(agent, self.folder / agent_folder(i)))
         self.step = 0  # of each agent
         self.steady = None  # step and time when warm-up ended
@@ -1196,19 +1199,26 @@ class Population:
         self.started = True
 
     def restore(self):
-        """Continue from the checkpoints of the population in --resume; an agent that was frozen there stays so."""
+        """Continue from the checkpoints of the population in --resume; an agent that was frozen there stays frozen."""
         folder = Path(self.args.resume)
-        paths = [folder / agent_folder(i) / "checkpoint.pt" for i in range(len(self.agents))]
-        checkpoints = [load_checkpoint(SimpleNamespace(resume=path)) if path.exists() else None for path in paths]
-        if not any(checkpoints):
+        saved = [load_if_there(folder / agent_folder(i) / "checkpoint.pt") for i in range(len(self.agents))]
+        if not any(saved):
             refuse("resume", self.args.resume, "give the folder of a population that has saved checkpoints")
-        self.step = max(checkpoint["global_step"] for checkpoint in checkpoints if checkpoint)
+        self.step = max(checkpoint["global_step"] for checkpoint in saved if checkpoint)
+        # if `save` was killed while it replaced old checkpoints by new ones, some still have the new ones' first name
+        new = [load_if_there(folder / agent_folder(i) / "checkpoint.next") for i in range(len(self.agents))]
+        checkpoints = [
+            next((one for one in pair if one and one["global_step"] == self.step), None)
+            for pair in zip(saved, new, strict=True)
+        ]
+        valid = next(filter(None, checkpoints))
         try:
             for i, (run, checkpoint) in enumerate(zip(self.runs, checkpoints, strict=True)):
-                if not checkpoint or checkpoint["global_step"] < self.step:
+                if not checkpoint:
+                    run.failed_step = self.step
                     run.failed = f"step {self.step}: {folder / agent_folder(i)} has no checkpoint of that step"
                     note(f"{agent_folder(i)} is frozen: {run.failed}")
-                    continue
+                    checkpoint = valid  # another agent's, so that it computes on a replay buffer that is filled
                 for name in FIXED:
                     value, saved = getattr(self.args, name), checkpoint["args"][name]
                     if value != saved:
@@ -1263,8 +1273,8 @@ class Population:
         ended = ended.reshape(len(self.runs), -1)
         for i, run in self.running():
             run.advance(self.step, rewards[i], ended[i])
-        if ended.any():
-            self.bar.set_postfix({"return": f"{np.mean(self.returns()):.1f}"}, refresh=False)
+        if ended.any() and (returns := self.returns()):
+            self.bar.set_postfix({"return": f"{np.mean(returns):.1f}"}, refresh=False)
         if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
             self.steady = (self.step, time.perf_counter())
             self.bar.set_description("training", refresh=False)
@@ -1294,10 +1304,10 @@ class Population:
                 run.freeze(self.step, "the checkpoint would hold a NaN")
             else:
                 run.write_checkpoint(self.step, state)
-        for _, run in self.running():
-            os.replace(run.folder / "checkpoint.next", run.folder / "checkpoint.pt")
         checkpoint = {"args": vars(self.args), "global_step": self.step}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+        for _, run in self.running():
+            os.replace(run.folder / "checkpoint.next", run.folder / "checkpoint.pt")
         self.saved_step = self.step
         self.save_policies()
 
@@ -1329,7 +1339,8 @@ class Population:
                 note(f"after the signal: {one_line(error)}")
             raise SystemExit(128 + self.signal)
         if error is None and len(self.running()) < len(self.runs):
-            raise SystemExit(f"error: {len(self.runs) - len(self.running())} of {len(self.runs)} agents are frozen")
+            frozen = [run.folder.name for run in self.runs if run.failed]
+            raise SystemExit(f"error: {len(frozen)} of {len(self.runs)} agents are frozen: {', '.join(frozen)}")
 
     def finish(self, error):
         """Write what a started population leaves behind; `error` is what ended it, or None."""
@@ -1348,7 +1359,10 @@ class Population:
                 self.bar.close()
 
     def write_summaries(self, end_time):
-        """Write each agent's summary.json, and population.json and returns.png for all."""
+        """Write each agent's summary.json, and population.json and returns.png for all.
+
+        Steps and steps per second are those of each agent.
+        """
         steady_step, steady_time = self.steady or (self.step, end_time)
         results = {
             "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
@@ -1359,7 +1373,8 @@ class Population:
         }
         for run in self.runs:
             run.finish(results)
-        returns = self.returns()
+        returns = [run.summary["episodic_return"] for _, run in self.running()]
+        returns = [value for value in returns if value is not None]
         results["episodic_return"] = float(np.mean(returns)) if returns else None
         results["episodic_return_std"] = float(np.std(returns, ddof=1)) if len(returns) > 1 else None
         results["agents"] = {run.folder.name: run.summary for run in self.runs}
@@ -1368,7 +1383,7 @@ class Population:
 
 
 def agents_of(args):
-    """The single script's arguments of each agent; a flag with one value has it for all agents."""
+    """The single-agent script's arguments of each agent; a flag with one value has it for all agents."""
     lists = {name: value for name, value in vars(args).items() if isinstance(value, tuple)}
     count = max(map(len, lists.values()))
     for name, values in lists.items():
@@ -1384,32 +1399,56 @@ def agents_of(args):
     return agents
 
 
+def load_if_there(path):
+    """The checkpoint at `path`, or None."""
+    return load_checkpoint(SimpleNamespace(resume=path)) if path.exists() else None
+
+
+def require_memory_of_agents(args, count, name, bytes_each):
+    """Refuse a number, argument `name`, of things of each of `count` agents that do not fit into memory together."""
+    if not hasattr(os, "sysconf"):  # on Windows
+        return
+    value = getattr(args, name)
+    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for checkpoints' copies
+    if count * value * bytes_each > limit:
+        fewer = limit // (value * bytes_each)
+        remedy = f"train at most {fewer}, or give at most" if fewer else "give at most"
+        words = f"{count} agents do not fit into {limit / 1e9:.0f} GB: {remedy} {limit // (count * bytes_each)}"
+        refuse(name, value, words)
+
+
 def agent_folder(i):
     return f"agent_{i}"
 
 
 def draw_returns(path, runs, title):
-    """Draw each agent's returns, as moving means over 20 episodes, and their mean and standard deviation."""
+    """Draw each agent's returns, moving means over 20 episodes, with mean and spread of those that are not frozen."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return note("no returns.png: pip install matplotlib")
-    runs = [run for run in runs if len(run.curve) >= 20]
-    if not runs:
-        return
+    drawn = [run for run in runs if len(run.curve) >= 20]
+    if not drawn:
+        return note("no returns.png: no agent has ended 20 episodes")
     axes = Figure(figsize=(8, 5), layout="constrained").subplots()
-    grid = np.linspace(max(run.curve[19][0] for run in runs), min(run.curve[-1][0] for run in runs), 200)
     varied = [name for name in vars(runs[0].args) if len({vars(run.args)[name] for run in runs}) > 1]
-    rows = []
-    for run in runs:
+    curves = []  # of the agents that are not frozen
+    for run in drawn:
         steps, returns = np.array(run.curve).T
         smooth = np.convolve(returns, np.full(20, 1 / 20), "valid")
         label = ", ".join(f"{name} {vars(run.args)[name]}" for name in varied)
         axes.plot(steps[19:], smooth, linewidth=1, alpha=0.6, label=label)
-        rows.append(np.interp(grid, steps[19:], smooth))
-    mean, deviation = np.mean(rows, 0), np.std(rows, 0)
-    axes.plot(grid, mean, color="black", linewidth=2, label="mean")
-    axes.fill_between(grid, mean - deviation, mean + deviation, color="black", alpha=0.15, label="standard deviation")
+        if not run.failed:
+            curves.append((steps[19:], smooth))
+    begin = max((steps[0] for steps, _ in curves), default=0)
+    end = min((steps[-1] for steps, _ in curves), default=0)
+    if len(curves) > 1 and len(curves) == len([run for run in runs if not run.failed]) and begin < end:
+        grid = np.linspace(begin, end, 200)  # where all of them have a value
+        rows = [np.interp(grid, *curve) for curve in curves]
+        mean, deviation = np.mean(rows, 0), np.std(rows, 0, ddof=1)
+        axes.plot(grid, mean, color="black", linewidth=2, label="mean")
+        low, high = mean - deviation, mean + deviation
+        axes.fill_between(grid, low, high, color="black", alpha=0.15, label="standard deviation")
     axes.set(title=title, xlabel="environment steps of each agent", ylabel="return, mean of 20 episodes")
     axes.legend(fontsize="small")
     replace_file(path, lambda file: axes.figure.savefig(file, dpi=120))

@@ -595,7 +595,7 @@ def prepare(args):
 
 
 def load_checkpoint(args):
-    """What `Run.save` wrote to the folder or file in --resume, on the CPU."""
+    """What a run's `save` wrote to the folder or file in --resume, on the CPU."""
     path = Path(args.resume)
     if path.is_dir():
         path = path / "checkpoint.pt"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,6 +50,8 @@ DQN = SimpleNamespace(
         "exploration_fraction": (0.5, 0.9, 0.3),
     },
     tags=("losses/td_loss", "losses/q_values"),
+    rates=("learning_rate",),
+    frozen_at=200,
 )
 PPO = SimpleNamespace(
     script=ppo_population_torchcompile,
@@ -130,6 +133,7 @@ def test_agents_are_single_runs_to_the_last_bit(kind, tmp_path):
     """Whole runs, with every flag that is a list: checkpoints, logs, summaries and policies."""
     args = vars(kind.script.Args())
     assert {name for name, value in args.items() if isinstance(value, tuple)} == {"seeds", *kind.lists}
+    assert not any(isinstance(value, float) for value in args.values())
     folder = train_population(kind, tmp_path / "all")
     for i in range(3):
         single, agent = train_single(kind, tmp_path / str(i), i), folder / f"agent_{i}"
@@ -189,13 +193,130 @@ def test_populations_and_single_runs_resume(kind, tmp_path):
         assert_same_numbers(checkpoint(again / f"agent_{i}"), checkpoint(wanted[i]))
 
 
-on_policy_or_off = pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
+def diverged(kind, folder, **flags):
+    """A population whose second agent has diverged."""
+    with pytest.raises(SystemExit, match="1 of 3 agents are frozen: agent_1"):
+        rates = dict.fromkeys(kind.rates, (3e-4, 1e12, 1e-4))
+        train_population(kind, folder, **{"total_timesteps": 500} | rates | flags)
+    (run,) = folder.iterdir()
+    return run
 
 
-@on_policy_or_off
+def strict(path):
+    """What a JSON file has; an error if it has a NaN."""
+    return json.loads(path.read_text(), parse_constant=pytest.fail)
+
+
+def garbage(tensor):
+    return tensor.fill_(-1e9) if tensor.is_floating_point() else tensor
+
+
+@each_kind
+def test_a_population_with_a_frozen_agent_resumes(kind, tmp_path, capsys):
+    """The frozen one stays so, whatever its memory held before, and the others continue as they do alone."""
+    folder = diverged(kind, tmp_path / "all")
+    population = strict(folder / "population.json")
+    assert population["agents"]["agent_1"]["global_step"] == kind.frozen_at
+    assert population["agents"]["agent_0"]["global_step"] == population["global_step"] > kind.frozen_at
+    empty, torch.empty = torch.empty, lambda *size, **kwargs: garbage(empty(*size, **kwargs))
+    try:
+        again = diverged(kind, tmp_path / "again", resume=str(folder), total_timesteps=600)
+    finally:
+        torch.empty = empty
+    assert "agent_1 is frozen: step " in capsys.readouterr().err
+    assert not (again / "agent_1" / "checkpoint.pt").exists()
+    saved = checkpoint(folder / "agent_2")["args"]
+    assert saved["run_dir"] == str(tmp_path / "all")
+    flags = {name: saved[name] for name in kind.rates}
+    alone = train_single(kind, tmp_path / "alone", 2, resume=str(folder / "agent_2"), total_timesteps=600, **flags)
+    assert_same_numbers(checkpoint(again / "agent_2"), checkpoint(alone))
+
+
+def test_a_kill_while_checkpoints_are_replaced_freezes_nobody(tmp_path, capsys):
+    early = train_population(DQN, tmp_path / "early", total_timesteps=300)
+    late = train_population(DQN, tmp_path / "late")
+    wanted = train_population(DQN, tmp_path / "wanted", resume=str(late), total_timesteps=520)
+    (late / "agent_1" / "checkpoint.pt").rename(late / "agent_1" / "checkpoint.next")
+    (early / "agent_1" / "checkpoint.pt").rename(late / "agent_1" / "checkpoint.pt")
+    (late / "agent_2" / "checkpoint.pt").rename(late / "agent_2" / "checkpoint.next")  # its first one
+    again = train_population(DQN, tmp_path / "again", resume=str(late), total_timesteps=520)
+    assert "frozen" not in capsys.readouterr().err
+    for i in range(3):
+        assert_same_numbers(checkpoint(again / f"agent_{i}"), checkpoint(wanted / f"agent_{i}"))
+
+
+def drawn(monkeypatch, tmp_path, *runs):
+    """The lines that draw_returns draws, by label, for runs (curve, failed)."""
+    figure = pytest.importorskip("matplotlib.figure")
+    lines = {}
+
+    class Figure(figure.Figure):
+        def savefig(self, *args, **kwargs):
+            lines.update({line.get_label(): line.get_xydata() for line in self.axes[0].get_lines()})
+            super().savefig(*args, **kwargs)
+
+    monkeypatch.setattr(figure, "Figure", Figure)
+    runs = [
+        SimpleNamespace(curve=curve, failed=failed, args=SimpleNamespace(seed=i))
+        for i, (curve, failed) in enumerate(runs)
+    ]
+    sac_population_torchcompile.draw_returns(tmp_path / "returns.png", runs, "a title")
+    return lines
+
+
+def test_returns_are_drawn_with_the_mean_of_agents_that_are_not_frozen(monkeypatch, tmp_path, capsys):
+    one, two, frozen = (
+        [(step, value) for step in range(10, end, 10)] for value, end in ((1, 500), (3, 400), (99, 260))
+    )
+    lines = drawn(monkeypatch, tmp_path, (one, None), (two, None), (frozen, "NaN"))
+    assert lines.keys() == {"seed 0", "seed 1", "seed 2", "mean"}
+    assert np.allclose(lines["mean"][:, 1], 2) and lines["mean"][-1, 0] == 390
+    assert "mean" not in drawn(monkeypatch, tmp_path, (one, None), (two[:19], None))
+    assert not capsys.readouterr().err
+    assert not drawn(monkeypatch, tmp_path, (one[:19], None))
+    assert capsys.readouterr().err == "note: no returns.png: no agent has ended 20 episodes\n"
+
+
+def test_a_frozen_agents_episode_that_ends_first_is_no_return_of_the_population(tmp_path, recwarn):
+    """Of the only one that has ended: there is no mean of nothing, and no NaN in JSON."""
+
+    def freeze(population):
+        population.runs[1].freeze(0, "by hand")
+        step = population.envs.step
+        population.envs.step = lambda actions: (*step(actions)[:4], np.arange(6) == 2)
+
+    args = DQN.script.Args(**DQN.flags, seeds=SEEDS, num_envs=2, total_timesteps=8, threads=1, run_dir=str(tmp_path))
+    with pytest.raises(SystemExit, match="1 of 3 agents are frozen: agent_1"):
+        DQN.script.train(args, freeze)
+    (folder,) = tmp_path.iterdir()
+    assert strict(folder / "population.json")["episodic_return"] is None
+    assert not [warning for warning in recwarn if "empty" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"num_envs": 10**9}, r"--num-envs 1000000000: 3 agents do not fit into \d+ GB: give at most \d+"),
+        ({"buffer_size": 10**11}, r"--buffer-size 100000000000: 3 agents do not fit into \d+ GB: give at most \d+"),
+        (
+            {"seeds": tuple(range(10**4)), "buffer_size": 10**7},
+            r"--buffer-size 10000000: 10000 agents do not fit into \d+ GB: train at most \d+, or give at most \d+",
+        ),
+    ],
+)
+def test_agents_that_do_not_fit_into_memory_are_refused(flags, message, capsys):
+    args = SAC.script.Args(**{"seeds": SEEDS} | flags)
+    name, each = ("num_envs", 20_000) if "num_envs" in flags else ("buffer_size", 36)
+    with pytest.raises(SystemExit) as end:
+        SAC.script.require_memory_of_agents(args, len(args.seeds), name, each)
+    assert end.value.code == 2
+    assert re.fullmatch(f"error: {message}\n", capsys.readouterr().err)
+
+
+@each_kind
 def test_an_agent_that_diverges_is_frozen_and_the_others_go_on(kind, tmp_path, capsys, script=None):
     lrs = (3e-4, 1e12, 1e-4)
-    with pytest.raises(SystemExit, match="1 of 3 agents are frozen"):
+    with pytest.raises(SystemExit, match="1 of 3 agents are frozen: agent_1"):
         rates = dict.fromkeys(kind.rates, lrs)
         train_population(kind, tmp_path / "all", script=script, total_timesteps=500, **rates)
     (folder,) = (tmp_path / "all").iterdir()
@@ -298,7 +419,7 @@ def planted(kind, right, wrong, folder):
     return load_copy("planted", source.replace(right, wrong), folder)
 
 
-@on_policy_or_off
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
 def test_environments_see_no_nan(kind, tmp_path):
     """The action of a diverged policy is the middle of the action space."""
     script = kind.script

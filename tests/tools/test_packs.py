@@ -226,6 +226,20 @@ def test_tuning_packs_trials_and_trains_no_step_twice(script):
     assert [rates[rate] for rate in best] == [18, 6, 6] + 6 * [2] and 1.0 in rates
 
 
+@pytest.mark.thorough
+def test_a_trial_that_diverges_counts_as_the_worst(script):
+    """Its bracket is over all the same; the return of trial 0, the script's default, is the best."""
+    frozen = POPULATION.replace("population.seeds[i] == 2", "rate != 1").replace("step == 7", "step == 2")
+    script.write_text(frozen.replace('"episodic_return": population.values[i]', f'"episodic_return": {SCORE}'))
+    words = ["--range", "learning-rate", "0.5", "8", "log", "--trials", "3", "--rungs", "2", "--seeds", "1"]
+    done = tune(script, *words, "--agents-per-run", "3", flags=("--total-timesteps=18", "--freeze"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("counts as the worst: seed 1 has diverged") == 2
+    assert "--learning-rate=1.0" in done.stdout
+    again = tune(script, *words, "--agents-per-run", "3", flags=("--total-timesteps=18", "--freeze"))
+    assert again.returncode == 0 and len(runs(script, "begun.json")) == 3
+
+
 SCORE = "population.step - abs(population.rates[i] - 3)"
 
 
