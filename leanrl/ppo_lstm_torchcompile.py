@@ -4,8 +4,9 @@ The updates are those of the plain twin, ppo_lstm.py. What makes this file fast:
 
 1. Only the recurrent product is computed step by step. What observations add to the gates is one matmul for all steps,
    and so is the gradient of each weight (`PPO.update_minibatch`).
-2. `--compile` makes one matmul and two kernels of a step forward, and one matmul and three kernels of a step back. The
-   loops over time call these, so that compilation takes no longer for more steps (`PPO.step`, `PPO.step_back`).
+2. `--compile` makes one matmul and two kernels of a step forward, and one matmul and three kernels of a step back. A
+   few steps are one compiled function, and the loops over time call these: compilation takes no longer for more steps
+   (`PPO.unroll_chunk`, `PPO.unroll_chunk_back`).
 3. `--cudagraphs` replays acting, and all epochs of an iteration with all of their steps, as CUDA graphs, or one each
    with --target-kl (`PPO.decide`, `PPO.iterate`).
 4. The state of the recurrent cell stays on the device. An environment step costs one copy in and one copy out
@@ -50,6 +51,7 @@ from tqdm import tqdm
 
 GRAPH_WARMUP = 3  # the call at which a CUDA graph is captured; compilation is over by then
 HIDDEN = 128  # units of the recurrent cell
+CHUNK = 8  # steps of a sequence in one compiled function, if they divide it
 CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
@@ -207,6 +209,7 @@ class PPO:
         self.scalars = Scalars(device)
         self.updates = 0
         self.warmup_updates = GRAPH_WARMUP if self.cudagraphs else 1
+        self.chunk = math.gcd(args.num_steps, CHUNK)
 
         # columns of a step: what was decided on, what was decided, and what that led to
         self.input_shapes = {"obs": (obs_dim,), "starts": ()}
@@ -282,8 +285,11 @@ class PPO:
         """The state after a step."""
         return self.gates(from_obs, self.from_state(state, keep, self.agent.weights), keep * state)
 
-    def step_back(self, d_state, d_later, from_obs, from_state, state, keep):
-        """Gradients with respect to `from_obs`, `from_state` and the state before, given those of the state after."""
+    def step_back(self, d_later, d_state, from_obs, from_state, state, keep):
+        """Gradients with respect to `from_obs`, `from_state` and the state before.
+
+        That of the state after is the sum of `d_later`, from later steps, and `d_state`, from the loss of its own step.
+        """
         inputs = [tensor.detach().requires_grad_() for tensor in (from_obs, from_state, keep * state)]
         d_from_obs, d_from_state, d_before = torch.autograd.grad(self.gates(*inputs), inputs, d_state + d_later)
         d_hidden = d_from_state @ self.agent.views(self.agent.weights)["cell.weight_hh"]
@@ -293,22 +299,38 @@ class PPO:
     def unroll(self, from_obs, state, keep):
         """The states after all steps, (num_steps, sequences, state_dim), of sequences that begin with `state`."""
         states = []
-        for t in range(self.args.num_steps):
+        for inputs, kept in zip(from_obs.split(self.chunk), keep.split(self.chunk), strict=True):
+            states.append(self.unroll_chunk(inputs, state, kept))
+            state = states[-1][-1]
+        return torch.cat(states)
+
+    def unroll_chunk(self, from_obs, state, keep):
+        """As `unroll`, for a chunk of the steps."""
+        states = []
+        for t in range(self.chunk):
             state = self.step(from_obs[t], state, keep[t])
             states.append(state)
         return torch.stack(states)
 
-    def unroll_back(self, d_states, *columns):
+    def unroll_back(self, *columns):
         """Backpropagation through time: gradients with respect to `from_obs` and `from_state` of all steps.
 
-        `d_states` are those of the loss alone, step by step; `columns` are what `step_back` takes behind them.
+        `columns` are what `step_back` takes but for `d_later`; their `d_state` is that of the loss alone, step by step.
         """
-        d_later = torch.zeros_like(d_states[0])
+        d_later = torch.zeros_like(columns[0][0])
         gradients = []
-        for t in reversed(range(self.args.num_steps)):
-            *gradient, d_later = self.step_back(d_states[t], d_later, *(column[t] for column in columns))
+        for chunk in reversed(list(zip(*(column.split(self.chunk) for column in columns), strict=True))):
+            *gradient, d_later = self.unroll_chunk_back(d_later, *chunk)
             gradients.append(gradient)
-        return [torch.stack(steps) for steps in zip(*reversed(gradients), strict=True)]
+        return [torch.cat(chunks) for chunks in zip(*reversed(gradients), strict=True)]
+
+    def unroll_chunk_back(self, d_later, *columns):
+        """As `unroll_back`, for a chunk of the steps; also returns the `d_later` of the step before."""
+        gradients = []
+        for t in reversed(range(self.chunk)):
+            *gradient, d_later = self.step_back(d_later, *(column[t] for column in columns))
+            gradients.append(gradient)
+        return *(torch.stack(steps) for steps in zip(*reversed(gradients), strict=True)), d_later
 
     def loss(self, rows, states, weights):
         """Policy loss, value loss, entropy and the log of the probability ratio, (num_steps, sequences).
@@ -465,7 +487,7 @@ class PPO:
         if self.args.compile:
             # on a CPU, kernels are called from C++
             options = ON_CUDA if self.device.type == "cuda" else {"cpp_wrapper": True}
-            for name in ("decide", "encode", "step", "differentiate", "step_back", "descend"):
+            for name in ("decide", "encode", "unroll_chunk", "differentiate", "unroll_chunk_back", "descend"):
                 setattr(self, name, compiled(getattr(self, name), self.args.compile_mode, options))
         if self.cudagraphs:
             self.decide = CudaGraphModule(self.decide, warmup=GRAPH_WARMUP)

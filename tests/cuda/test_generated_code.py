@@ -30,7 +30,7 @@ FUNCTIONS = {  # that are compiled
     "td3": {"store_and_act", "update_critics", "update_actor"},
     "dqn": {"store_and_update"},
     "ppo": {"update_minibatch"},
-    "ppo_lstm": {"decide", "encode", "step", "differentiate", "step_back", "descend"},
+    "ppo_lstm": {"decide", "encode", "unroll_chunk", "differentiate", "unroll_chunk_back", "descend"},
     "ppo_atari": {"decide", "update_minibatch"},
     "dqn_atari": {"store", "act", "sample", "update_q"},
     "sac_atari": {"store", "act", "sample", "update_networks"},
