@@ -47,6 +47,7 @@ except ImportError as error:  # not after hours
     stop(f"python -m benchmark.speed: pip install -r requirements/test.txt ({error})")
 
 SPANS = {"an hour": 1, "a night": 10}  # hours
+LEFT_OUT = ("slice_speeds", "run_dir", "resume")  # of what a run says of itself: the latter two are paths
 START_SECONDS = {True: 50, False: 10}  # of a mode with and without --compile, to tell how long a matrix takes
 
 
@@ -158,11 +159,12 @@ class Job:
             return result | {"failed": str(folder / "log.txt"), "exit_code": status}
         result |= editions.today(*summary.parent.glob("*.py"))  # the run's copy of the script; peers have none
         result["summary"] = json.loads(summary.read_text())
-        result["summary"].pop("slice_speeds", None)
         config = summary.with_name("config.json")
         if config.exists():  # peers have none
             result["config"] = json.loads(config.read_text())
-            del result["config"]["run_dir"]
+        for name in LEFT_OUT:
+            result["summary"].pop(name, None)
+            result.get("config", {}).pop(name, None)
         if self.args.monitor:
             result["monitor"] = json.loads((folder / "monitor.json").read_text())
         return result
