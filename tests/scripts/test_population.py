@@ -561,6 +561,7 @@ def test_one_agent_with_cuda_graphs_is_the_single_run_to_the_last_bit(kind, tmp_
     assert_same_numbers(checkpoint(folder / "agent_0"), checkpoint(single))
 
 
+@pytest.mark.thorough
 def test_an_interrupted_population_leaves_agents_that_can_be_tracked_played_and_resumed(tmp_path):
     """As a process: Ctrl-C, a run on Weights & Biases for all, and an evaluation of one."""
     script = ROOT / "leanrl" / "dqn_population_torchcompile.py"
