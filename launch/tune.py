@@ -45,11 +45,11 @@ from launch.board import Board
 from launch.cluster import folder_of
 from launch.orders import once
 from launch.run import Resources, begin, end, interrupted, parse
-from launch.worker import done_step, summaries
+from launch.worker import done_step, has_diverged, summaries
 
 KEEP = 3  # one of so many trials goes on to the next rung
 KEYS = {"low", "high", "log"}  # of a range in a TOML file
-WORST = -math.inf  # the value of a trial that has not ended an episode
+WORST = -math.inf  # the value of a trial that has not ended an episode, or has diverged
 SHOWN = 10  # trials in the table
 
 
@@ -217,17 +217,21 @@ class Search:
 
         WORST if a seed has not ended an episode, or has diverged: the same command would meet the same NaN.
         """
+        if self.diverged(number, rung):
+            return WORST
         returns = []
         for seed in self.args.seeds:
             order = self.order(number, seed, rung)
             if done_step(order.folder) < order.steps:
-                if any("failed" in part for part in summaries(order.folder)):  # a frozen agent of a population
-                    print(f"trial {number} counts as the worst: seed {seed} has diverged", file=sys.stderr)
-                    return WORST
                 return None
             at_rung = next(part for part in summaries(order.folder) if part["global_step"] >= order.steps)
             returns.append(at_rung["episodic_return"])
         return WORST if None in returns else mean(returns)
+
+    def diverged(self, number, rung):
+        """The seeds with which a trial has diverged before a rung."""
+        runs = [self.order(number, seed, rung) for seed in self.args.seeds]
+        return [run.seed for run in runs if done_step(run.folder) < run.steps and has_diverged(run.folder)]
 
 
 class Bracket:
@@ -246,16 +250,21 @@ class Bracket:
     def compare(self):
         """Tell the study how good the trials are at this rung, and keep those that go on to the next one.
 
-        If runs have failed nothing is compared: the same command tries them again.
+        If runs have failed nothing is compared: the same command tries them again. But runs that have diverged would
+        fail again: their trials count as the worst, and never go on.
         """
         study = self.search.study
         values = {number: self.search.value(number, self.rung) for number in self.numbers}
         if None in values.values():
             self.numbers = []
             return
+        diverged = {number: self.search.diverged(number, self.rung) for number in self.numbers}
+        for number, seeds in diverged.items():
+            if seeds:
+                print(f"trial {number} counts as the worst: seed {seeds[0]} has diverged", file=sys.stderr)
         last = self.rung + 1 == len(self.search.rungs)
-        ranked = sorted(self.numbers, key=values.get, reverse=True)
-        going_on = [] if last else ranked[: math.ceil(len(ranked) / KEEP)]
+        ranked = sorted((number for number in values if not diverged[number]), key=values.get, reverse=True)
+        going_on = [] if last else ranked[: math.ceil(len(values) / KEEP)]
         for number, value in values.items():
             trial = study.trials[number]
             if trial.state.is_finished():  # by a command that was interrupted here
@@ -355,7 +364,7 @@ def write(search, command):
     """Print and write the best trials, and draw the search's history and the flags' importance."""
     ranked = list(trial_rows(search))
     if not ranked:
-        stop(f"{search.folder}: no trial has ended an episode; see the logs of the runs there")
+        stop(f"{search.folder}: every trial has diverged or has not ended an episode; see the logs of the runs there")
     best = ranked[0][1]
     header = ("trial", *(f"return at {steps} steps" for steps in search.rungs), "flags")
     table = Table("", header, [row for row, _ in ranked])

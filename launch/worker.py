@@ -22,6 +22,7 @@ ORDER = "order.json"
 STARTED = "started.json"
 DONE = "done.json"  # the step at which the script last ended without an error
 LOG = "log.txt"
+DIVERGED = "error: step "  # how the line begins that a script ends with at a loss that is not finite
 SECONDS_TO_STOP = 120  # for the checkpoint, before a run that was asked to end is killed
 UNTIL = '''\
 """Run a script until a step, as if somebody interrupted it there: python until.py STEP SCRIPT FLAGS"""
@@ -177,6 +178,12 @@ def summaries(folder):
         with contextlib.suppress(ValueError):  # the disk was full
             found.append(json.loads(path.read_text()))
     return sorted(found, key=lambda summary: summary["global_step"])
+
+
+def has_diverged(folder):
+    """Whether an attempt has ended at a loss that is not finite: alone, or as an agent of a population."""
+    lines = re.split(r"[\r\n]+", tail(folder / LOG)) if (folder / LOG).exists() else ()
+    return any(line.startswith(DIVERGED) for line in lines) or any("failed" in own for own in summaries(folder))
 
 
 def done_step(folder):

@@ -641,7 +641,7 @@ def on_host(network, layers, obs_dim, forward=lambda network, obs: network(obs))
 
 
 def check_agent(agent, obs_dim, act_dim):
-    """Refuse agents that would act otherwise than `PPO.make_batch` and `PPO.draw_noise` take for granted."""
+    """Refuse agents that would act otherwise than `make_batch` and `draw_noise` take for granted."""
     obs = torch.ones(2, obs_dim)
     mean, log_std, _ = agent(obs)
     mean_again, _, _ = agent(obs)

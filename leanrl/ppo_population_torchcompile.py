@@ -5,7 +5,7 @@ numbers and makes the same updates. What makes N agents cheap:
 
 1. The networks of all agents are rows of one matrix: a layer is one batched matmul, and one Adam step
    updates all agents in as many operations as one agent (`Networks`, `AdamByAgent`).
-2. The policies act in NumPy (`PPOPopulation.act`, `on_host`), what they see is normalized for all at once
+2. The policies act in NumPy (`PPOPopulation.act`, `on_host`), observations of all agents are normalized together
    (`PopulationNormalizer`), and environments are stepped without gymnasium's vector environment (`DirectEnvs`).
 3. The rollouts of all agents are one block of host memory, and one copy takes it to the device
    (`PPOPopulation.record`, `PPOPopulation.update`).
@@ -378,7 +378,7 @@ class PPOPopulation:
         """Sampled actions for step `t` of the rollouts, (agents * num_envs, act_dim), NumPy.
 
         `obs` are NumPy, (agents, num_envs, obs_dim), normalized. A diverged policy's NaN becomes the middle of the
-        action space: no environment, which all agents share a process with, sees one.
+        action space, so that no environment sees a NaN: they all run in one process.
         """
         if t == 0:
             self.draw_noise()
@@ -733,7 +733,7 @@ def on_host(network, layers, obs_dim, forward=lambda network, obs: network(obs))
 
 
 def check_agent(agent, obs_dim, act_dim):
-    """Refuse agents that would act otherwise than `PPO.make_batch` and `PPO.draw_noise` take for granted."""
+    """Refuse agents that would act otherwise than `make_batch` and `draw_noise` take for granted."""
     obs = torch.ones(2, obs_dim)
     mean, log_std, _ = agent(obs)
     mean_again, _, _ = agent(obs)

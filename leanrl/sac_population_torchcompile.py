@@ -358,8 +358,8 @@ class SACPopulation:
     def next_actions(self):
         """Wait for the actions, but for no update; NumPy, (agents * num_envs, act_dim).
 
-        A diverged policy's NaN becomes the middle of the action space: no environment, which all agents share a
-        process with, sees one.
+        A diverged policy's NaN becomes the middle of the action space, so that no environment sees a NaN: they all run
+        in one process.
         """
         self.actions_arrived.synchronize()
         actions = self.host_actions.flatten(0, 1).numpy().clip(self.low, self.high)

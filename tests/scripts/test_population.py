@@ -1,6 +1,7 @@
 """Agents of a population are runs of the single script: the same numbers, and none sees another."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ SAC = SimpleNamespace(
     script=sac_population_torchcompile,
     single=TURBO["sac"],
     flags={"env_id": "Pendulum-v1", "learning_starts": 360, "buffer_size": 300, "batch_size": 32},
+    fifty_updates={"learning_starts": 310},
     obs_dim=3,
     lists={
         "policy_lr": (3e-4, 1e-3, 1e-4),
@@ -40,6 +42,7 @@ DQN = SimpleNamespace(
     single=TURBO["dqn"],
     flags={"env_id": "CartPole-v1", "learning_starts": 150, "buffer_size": 100, "batch_size": 32}
     | {"train_frequency": 7, "target_network_frequency": 50},
+    fifty_updates={"train_frequency": 5},
     obs_dim=4,
     lists={
         "learning_rate": (2.5e-4, 1e-3, 1e-4),
@@ -57,6 +60,7 @@ PPO = SimpleNamespace(
     script=ppo_population_torchcompile,
     single=TURBO["ppo"],
     flags={"env_id": "Pendulum-v1", "num_steps": 35, "num_minibatches": 2, "update_epochs": 3},
+    fifty_updates={"num_minibatches": 5},
     obs_dim=3,
     lists={
         "learning_rate": (3e-4, 3e-3, 1e-3),
@@ -73,7 +77,8 @@ PPO = SimpleNamespace(
     frozen_at=140,
 )
 ALL_EPOCHS = SimpleNamespace(**vars(PPO) | {"lists": {k: v for k, v in PPO.lists.items() if k != "target_kl"}})
-KINDS = [pytest.param(SAC, id="sac"), pytest.param(DQN, id="dqn"), pytest.param(PPO, id="ppo")]
+BY_NAME = {"sac": SAC, "dqn": DQN, "ppo": PPO}
+KINDS = [pytest.param(kind, id=name) for name, kind in BY_NAME.items()]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -128,15 +133,46 @@ def assert_same_numbers(got, wanted, tolerance=0.0):
             assert torch.equal(got[name], value), name
 
 
+def steps_of_adam(folder):
+    """How many steps each optimizer of an agent has made, by name."""
+    optimizers = checkpoint(folder)["learner"]["optimizers"]
+    return {name: round(math.log(own["decay"].flatten()[0], 0.9)) for name, own in optimizers.items()}
+
+
+def initial_networks(kind, script, flags):
+    """The learner before its first step, and its networks' parameters by name, of each agent."""
+    found = []
+
+    def remember(run):
+        numbers = [()] if script is kind.single else [(i,) for i in range(len(run.args.seeds))]
+        for number in numbers:
+            networks = dict(leaves(run.learner.tensors(*number)["networks"]))
+            found.append({name: value.clone() for name, value in networks.items()})
+
+    script.train(script.Args(**kind.flags | {"num_envs": 2, "threads": 1, "total_timesteps": 2} | flags), remember)
+    return found
+
+
+@each_kind
+def test_agents_begin_with_the_weights_of_single_runs(kind, tmp_path):
+    agents = initial_networks(kind, kind.script, {"seeds": SEEDS, "run_dir": str(tmp_path)})
+    for seed, agent in zip(SEEDS, agents, strict=True):
+        (single,) = initial_networks(kind, kind.single, {"seed": seed, "run_dir": str(tmp_path)})
+        assert agent.keys() == single.keys()
+        assert all(torch.equal(agent[name], value) for name, value in single.items())
+    assert not any(torch.equal(agents[0][name], agents[1][name]) for name in agents[0] if "0.weight" in name)
+
+
 @each_kind
 def test_agents_are_single_runs_to_the_last_bit(kind, tmp_path):
-    """Whole runs, with every flag that is a list: checkpoints, logs, summaries and policies."""
+    """Whole runs of 50 updates and more, with every flag that is a list: checkpoints, logs, summaries and policies."""
     args = vars(kind.script.Args())
     assert {name for name, value in args.items() if isinstance(value, tuple)} == {"seeds", *kind.lists}
     assert not any(isinstance(value, float) for value in args.values())
-    folder = train_population(kind, tmp_path / "all")
+    folder = train_population(kind, tmp_path / "all", **kind.fifty_updates)
     for i in range(3):
-        single, agent = train_single(kind, tmp_path / str(i), i), folder / f"agent_{i}"
+        single, agent = train_single(kind, tmp_path / str(i), i, **kind.fifty_updates), folder / f"agent_{i}"
+        assert min(steps_of_adam(agent).values()) >= 50
         assert_same_numbers(checkpoint(agent), checkpoint(single))
         for tag in ("charts/episodic_return", "charts/episodic_length", *kind.tags):
             assert scalars(agent, tag) == scalars(single, tag)
@@ -151,10 +187,9 @@ def test_agents_are_single_runs_to_the_last_bit(kind, tmp_path):
 
 def test_epochs_end_for_each_agent_by_its_own_divergence(tmp_path):
     """Else the test above would say little: the agents have made different numbers of steps."""
-    folder = train_population(PPO, tmp_path)
-    decays = [checkpoint(folder / f"agent_{i}")["learner"]["optimizers"]["agent"]["decay"][0] for i in range(3)]
-    steps = [round((decay.log() / np.log(0.9)).item()) for decay in decays]
-    assert steps[0] == 6 * 3 * 2 and steps[0] > steps[1] > steps[2] >= 6 * 2, steps
+    folder = train_population(PPO, tmp_path, **PPO.fifty_updates)
+    steps = [steps_of_adam(folder / f"agent_{i}")["agent"] for i in range(3)]
+    assert steps[0] == 6 * 3 * 5 and steps[0] > steps[1] > steps[2] >= 6 * 5, steps
 
 
 def test_without_autotune_alphas_are_the_agents_own(tmp_path):
@@ -245,6 +280,24 @@ def test_a_kill_while_checkpoints_are_replaced_freezes_nobody(tmp_path, capsys):
         assert_same_numbers(checkpoint(again / f"agent_{i}"), checkpoint(wanted / f"agent_{i}"))
 
 
+@each_kind
+def test_a_population_leaves_its_summary_and_a_plot(kind, tmp_path):
+    """Of all agents, which have ended 20 episodes and more."""
+    pytest.importorskip("matplotlib")
+    flags = {"num_envs": 22, "total_timesteps": 22 * 210}
+    flags |= {"num_steps": 210, "update_epochs": 1} if kind is PPO else {"learning_starts": 10**4}
+    folder = train_population(kind, tmp_path, **flags)
+    assert (folder / "returns.png").read_bytes().startswith(b"\x89PNG")
+    population = strict(folder / "population.json")
+    summaries = {f"agent_{i}": strict(folder / f"agent_{i}" / "summary.json") for i in range(3)}
+    assert population["agents"].keys() == summaries.keys()
+    assert all(population["agents"][name].items() <= summary.items() for name, summary in summaries.items())
+    returns = [summary["episodic_return"] for summary in summaries.values()]
+    assert population["episodic_return"] == np.mean(returns)
+    assert population["episodic_return_std"] == np.std(returns, ddof=1)
+    assert tuple(population["seeds"]) == SEEDS and population["global_step"] == 22 * 210
+
+
 def drawn(monkeypatch, tmp_path, *runs):
     """The lines that draw_returns draws, by label, for runs (curve, failed)."""
     figure = pytest.importorskip("matplotlib.figure")
@@ -314,7 +367,7 @@ def test_agents_that_do_not_fit_into_memory_are_refused(flags, message, capsys):
 
 
 @each_kind
-def test_an_agent_that_diverges_is_frozen_and_the_others_go_on(kind, tmp_path, capsys, script=None):
+def test_an_agent_that_diverges_is_frozen_and_the_others_continue(kind, tmp_path, capsys, script=None):
     lrs = (3e-4, 1e12, 1e-4)
     with pytest.raises(SystemExit, match="1 of 3 agents are frozen: agent_1"):
         rates = dict.fromkeys(kind.rates, lrs)
@@ -346,6 +399,16 @@ BUGS = {
         "[[agents[0].gamma] for _ in agents]",
     ),
     ("sac", "the first agent's batches for all"): ("self.rows[self.agent, place]", "self.rows[0 * self.agent, place]"),
+    ("dqn", "the first agent's network acts for all"): ("self.acting_values[i](obs)", "self.acting_values[0](obs)"),
+    ("dqn", "the first agent's exploration for all"): (
+        "epsilon(step, self.agents[i])",
+        "epsilon(step, self.agents[0])",
+    ),
+    ("dqn", "one generator of random actions for all"): ("rng = self.rngs[i]", "rng = self.rngs[0]"),
+    ("dqn", "the first agent's learning rate for all"): (
+        "[[agent.learning_rate] for agent in agents]",
+        "[[agents[0].learning_rate] for _ in agents]",
+    ),
     ("ppo", "agents mixed by a reshape"): (
         "split_columns(self.rollout.flatten(1, 2), self.step_shapes)",
         "split_columns(self.rollout.transpose(0, 1).reshape(self.rollout.flatten(1, 2).shape), self.step_shapes)",
@@ -377,7 +440,7 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS, ids=": ".join)
 def test_planted_bugs_are_noticed(bug, tmp_path, single_checkpoint):
-    kind = {"sac": SAC, "ppo": PPO}[bug[0]]
+    kind = BY_NAME[bug[0]]
     folder = train_population(kind, tmp_path / "all", script=planted(kind, *BUGS[bug], tmp_path))
     with pytest.raises(AssertionError):
         for i in range(3):
@@ -398,18 +461,23 @@ def test_planted_bugs_are_noticed(bug, tmp_path, single_checkpoint):
             "return np.full_like(actions, actions.mean())",
         ),
         (
+            DQN,
+            "torch.autograd.grad(td_loss.sum(), weights)",
+            "torch.autograd.grad(td_loss.sum() + 0 * td_loss.prod(), weights)",
+        ),
+        (
             PPO,
             "torch.autograd.grad(loss.sum(), weights)",
             "torch.autograd.grad(loss.sum() + 0 * loss.prod(), weights)",
         ),
         (PPO, "gradient * scale.unsqueeze(-1)", "gradient * scale.unsqueeze(-1) + 0 * gradient.sum()"),
     ],
-    ids=["sac-loss", "sac-actions", "ppo-loss", "ppo-gradient"],
+    ids=["sac-loss", "sac-actions", "dqn-loss", "ppo-loss", "ppo-gradient"],
 )
 def test_a_nan_that_spreads_is_noticed(kind, right, wrong, tmp_path, capsys):
     script = planted(kind, right, wrong, tmp_path)
     with pytest.raises(AssertionError):
-        test_an_agent_that_diverges_is_frozen_and_the_others_go_on(kind, tmp_path, capsys, script)
+        test_an_agent_that_diverges_is_frozen_and_the_others_continue(kind, tmp_path, capsys, script)
 
 
 def planted(kind, right, wrong, folder):
@@ -483,6 +551,17 @@ def test_a_gpu_may_take_its_time(kind, cudagraphs, tmp_path):
         assert_same_numbers(*(checkpoint(folders[late] / f"agent_{i}") for late in (False, True)))
 
 
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param(ALL_EPOCHS, id="ppo-all-epochs")])
+def test_one_agent_with_cuda_graphs_is_the_single_run_to_the_last_bit(kind, tmp_path):
+    """Where several agents' matmuls are batched, and round differently, one agent's are not. On the emulated device."""
+    with emulated_cuda():
+        folder = train_population(kind, tmp_path / "all", (1,), cudagraphs=True)
+        single = train_single(kind, tmp_path / "single", 1, cudagraphs=True)
+    assert json.loads((folder / "population.json").read_text())["cudagraphs"]
+    assert_same_numbers(checkpoint(folder / "agent_0"), checkpoint(single))
+
+
+@pytest.mark.thorough
 def test_an_interrupted_population_leaves_agents_that_can_be_tracked_played_and_resumed(tmp_path):
     """As a process: Ctrl-C, a run on Weights & Biases for all, and an evaluation of one."""
     script = ROOT / "leanrl" / "dqn_population_torchcompile.py"

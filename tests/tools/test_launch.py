@@ -424,6 +424,65 @@ def test_tuning_goes_on_after_an_interrupt(hill):
     assert sorted(ends.values()) == 6 * [2] + [6, 6, 18]
 
 
+@pytest.mark.thorough
+def test_a_trial_that_diverges_counts_as_the_worst(hill):
+    """Its bracket is over all the same; the return of trial 0, the script's default, is the best."""
+    diverges = "run.step == 2 and args.learning_rate != 1", "error: step 2: qf_loss is nan"
+    text = hill.read_text().replace("run.step == 7 and args.seed == 2", diverges[0])
+    hill.write_text(text.replace("error: out of luck", diverges[1]))
+    words = ["--range", "learning-rate", "0.5", "8", "log", "--trials", "3", "--rungs", "2", "--seeds", "1"]
+    flags = ("--total-timesteps=18", "--crash")
+    done = tune(hill, *words, flags=flags)
+    assert done.returncode == 0 and "--learning-rate=1.0" in done.stdout, done.stderr
+    assert done.stderr.count("counts as the worst: seed 1 has diverged") == 2
+    begun = starts(hill.parent / "runs" / "walk")
+    assert sorted(map(tuple, begun.values())) == [(0,), (0,), (0, 6)]
+    again = tune(hill, *words, flags=flags)
+    assert again.returncode == 0 and starts(hill.parent / "runs" / "walk") == begun
+
+
+def bracket(script, outcomes):
+    """A bracket of one seed that has come to its first rung: a return per trial, or the last line of its log."""
+    args = tuning.Args(script=script, seeds=(1,), trials=len(outcomes), rungs=3, out=script.parent)
+    kind = orders.Script(script)
+    space = {"learning-rate": tuning.FloatDistribution(0.5, 8)}
+    search = tuning.Search(args, kind, space, ["--total-timesteps=18"], script.parent)
+    (own,) = search.brackets()
+    for order, outcome in zip(own.orders(), outcomes, strict=True):
+        order.place()
+        (order.folder / worker.LOG).write_text(f"{outcome}\n" if isinstance(outcome, str) else "")
+        if not isinstance(outcome, str):
+            (order.folder / "run").mkdir()
+            summary = {"global_step": order.steps, "episodic_return": outcome}
+            (order.folder / "run" / "summary.json").write_text(json.dumps(summary))
+            worker.write(order.folder / worker.DONE, order.steps)
+    return own
+
+
+NAN = "training: 0/18 [00:01<00:02, 10.5step/s]\rerror: step 2: qf_loss is nan; there is no checkpoint\nwandb: bye"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "going_on"),
+    [
+        ([NAN, 3.0, NAN, 5.0, 4.0, 2.0, NAN, NAN, 1.0], [3, 4, 1]),
+        ([NAN, NAN, NAN, NAN, 4.0, None, NAN, NAN, NAN], [4, 5]),  # one that has not ended an episode may yet
+        ([NAN] * 9, []),
+        ([NAN, 3.0, NAN, 5.0, 4.0, 2.0, "error: out of luck", NAN, 1.0], None),
+    ],
+)
+def test_trials_that_have_diverged_do_not_go_on(outcomes, going_on, script, capsys):
+    """And a run that has failed otherwise leaves its bracket unfinished, to be tried again."""
+    own = bracket(script, outcomes)
+    own.compare()
+    assert own.numbers == (going_on or [])
+    diverged = [number for number, outcome in enumerate(outcomes) if outcome == NAN]
+    lines = [f"trial {number} counts as the worst: seed 1 has diverged" for number in diverged]
+    assert capsys.readouterr().err.splitlines() == ([] if going_on is None else lines)
+    over = [trial.number for trial in own.search.study.trials if trial.state.is_finished()]
+    assert over == ([] if going_on is None else [number for number in range(9) if number not in going_on])
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
