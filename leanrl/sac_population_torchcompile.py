@@ -1337,7 +1337,8 @@ def draw_returns(path, runs, title):
         low, high = mean - deviation, mean + deviation
         axes.fill_between(grid, low, high, color="black", alpha=0.15, label="standard deviation")
     axes.set(title=title, xlabel="environment steps of each agent", ylabel="return, mean of 20 episodes")
-    axes.legend(fontsize="small")
+    if varied:
+        axes.legend(fontsize="small")
     replace_file(path, lambda file: axes.figure.savefig(file, dpi=120))
 
 
