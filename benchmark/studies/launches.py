@@ -266,7 +266,7 @@ def population_table(data):
             least, most = estimates(parts)
             cells = [ALGORITHMS[algo].title, agents, number(in_graphs), number(sums["bytes"] / 1e6)]
             cells += [number(sums["operators"]), f"{least:.0f} to {most:.0f}"]
-            each = [f"{us / int(agents):.0f}" for us in (least, most)]
+            each = [f"{us / int(agents):.1f}" for us in (least, most)]
             lines.append("| " + " | ".join(map(str, [*cells, " to ".join(each)])) + " |")
     return "\n".join(lines)
 
