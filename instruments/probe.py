@@ -233,6 +233,8 @@ def main(path, script, words):
         refuse(f"probe {path}: it plays Atari games, which have no known answers; give a script for vectors")
     discrete = hasattr(script, "require_discrete_actions")
     flags = {field.name for field in dataclasses.fields(script.Args)}
+    if "seeds" in flags:
+        refuse(f"probe {path}: it trains a population; give the script that trains one agent")
     settings = SETTINGS | (ON_POLICY if "num_steps" in flags else OFF_POLICY)
     defaults = script.Args(**{name: value for name, value in settings.items() if name in flags})
     given = tyro.cli(script.Args, args=words, default=defaults, prog=f"python -m instruments probe {path}")

@@ -132,7 +132,7 @@ for name, space in SPACES.items():
     gym.register(f"Pick{name}-v0", entry_point=PushAnything, kwargs=kwargs)
 gym.register("Image-v0", entry_point=PushAnything, kwargs={"space": gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)})
 
-QUICK = {"sac_continuous_action", "ppo_continuous_action_torchcompile", "dqn_torchcompile", "sac_atari_torchcompile"}
+QUICK = {"sac_continuous_action", "ppo_continuous_action_torchcompile", "dqn_torchcompile", "dqn_atari_torchcompile"}
 TINY_OFF_POLICY = {"learning_starts": 100, "batch_size": 32, "buffer_size": 1000, "cuda": False}
 TINY_RUNS = {  # arguments with which a run takes a second
     "sac": TINY_OFF_POLICY | {"env_id": "Pendulum-v1"},
