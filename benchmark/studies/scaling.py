@@ -317,18 +317,21 @@ def row(algo, data):
 
 
 def table(results):
-    """A Markdown table of all scripts for each machine that has been measured, each with its plots."""
+    """A Markdown table and plots for each machine that has been measured, without scripts that only others have."""
     head = [
         "| | environments | steps/s | transitions of a batch | ms per update | ms of its matmuls alone "
         "| these, GFLOP/s |",
         "|---|---|---|---|---|---|---|",
     ]
     parts = []
-    for measured in list(stored(results, "scaling", CASES)) or [[]]:
+    machines = list(stored(results, "scaling", CASES)) or [[]]
+    anywhere = {one["algo"] for measured in machines for one in measured}
+    for measured in machines:
         data = {one["algo"]: one for one in measured}
+        algos = [algo for algo in CASES if algo in data or algo not in anywhere]
         if measured:
             parts.append(f"{editions.about(measured)}:")
-        parts.append("\n".join([*head, *(row(algo, data.get(algo)) for algo in CASES)]))
+        parts.append("\n".join([*head, *(row(algo, data.get(algo)) for algo in algos)]))
         pictures = [
             f"![{ALGORITHMS[algo].title}](../results/{slug(one['machine'])}/scaling/{algo}.png)"
             for algo, one in data.items()

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -138,6 +139,14 @@ def test_table_and_plot_of_scaling(tmp_path):
     table = scaling.table(tmp_path / "results")
     assert "| DQN, compile | 1 | 100 | 64 | 1.5 | 0.5 | 20 |" in table
     assert table.startswith("2-core processor, 8 GiB, torch 2:")
+    assert "| PPO | 1, 16, 256 | not measured |" in table
+    write(
+        tmp_path / "results" / "b-machine" / "scaling" / "ppo_continuous_action.json",
+        data | {"algo": "ppo_continuous_action"},
+    )
+    first, second = re.split(r"\n\n(?=2-core)", scaling.table(tmp_path / "results"))
+    assert "| DQN, compile |" in first and "| PPO" not in first and "| SAC | 1, 16, 256 | not measured |" in first
+    assert "| PPO, compile |" in second and "| DQN |" not in second
     scaling.draw_all(tmp_path / "results")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
