@@ -86,16 +86,18 @@ def save(figure):
 def speed_bars(groups):
     """Ratios to plain by algorithm and mode, with their range over seeds."""
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    modes = list(dict.fromkeys(mode for group in groups.values() for mode in group))
-    width = 0.8 / len(modes)
-    for i, mode in enumerate(modes):
-        measured = [speed_ratios(done(group.get(mode, []))) for group in groups.values()]
-        ratios = [ratios or [np.nan] for ratios in measured]  # no bar
+    all_ratios = [{mode: speed_ratios(done(results)) for mode, results in group.items()} for group in groups.values()]
+    measured = [[mode for mode in STYLES if ratios.get(mode)] for ratios in all_ratios]
+    width = 0.8 / max(1, *map(len, measured))
+    for mode, (color, _, hatch) in STYLES.items():
+        own = [i for i, modes in enumerate(measured) if mode in modes]
+        if not own:
+            continue
+        places = [i + (measured[i].index(mode) + 0.5 - len(measured[i]) / 2) * width for i in own]
+        ratios = [all_ratios[i][mode] for i in own]
         middle = np.array([np.median(some) for some in ratios])
         error = [middle - [min(some) for some in ratios], [max(some) for some in ratios] - middle]
-        color, _, hatch = STYLES[mode]
         look = {"facecolor": "white" if hatch else color, "edgecolor": color, "hatch": hatch, "label": mode}
-        places = np.arange(len(groups)) + (i + 0.5) * width - 0.4
         axes.bar(places, middle, width, yerr=error, capsize=2, **look)
     names = [named(*group).replace(", ", "\n") for group in groups]
     axes.set_xticks(range(len(groups)), names, fontsize=8)
