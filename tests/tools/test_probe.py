@@ -49,21 +49,19 @@ def test_a_healthy_script_passes(name, tmp_path, capsys, monkeypatch):
 
 
 @thorough
-@pytest.mark.parametrize("name", TURBO.values())
+@pytest.mark.parametrize("name", [TURBO["sac"], TURBO["ppo with memory"]])
 def test_a_compiled_script_passes(name, tmp_path, capsys, monkeypatch):
     names = {"observation", "action", "truncation"}
     assert not failed(names, copy(name, tmp_path), ["--compile"], capsys, monkeypatch)
 
 
 @thorough
-@pytest.mark.parametrize("kind", ["plain", "turbo"])
 @pytest.mark.parametrize("edit", ["five critics", "auxiliary head", "n-step returns", "discrete actions"])
-def test_an_edited_copy_passes(edit, kind, tmp_path, capsys, monkeypatch):
-    assert not failed(ALL, edited(edit, kind, tmp_path), [], capsys, monkeypatch)
+def test_an_edited_copy_passes(edit, tmp_path, capsys, monkeypatch):
+    assert not failed(ALL, edited(edit, "turbo", tmp_path), [], capsys, monkeypatch)
 
 
 STORED = ("terminated=terminated,", "terminated=terminated | truncated,")
-STORED_BY_TURBO = ("terminated=terminated)", "terminated=terminated | truncated)")
 STEP = 'self.optimizers["critics"].step('
 SAC_SIGN = ("(alpha * log_prob - q)", "(alpha * log_prob + q)")
 TD3_SIGN = ("actor_loss = -self", "actor_loss = self")
@@ -74,36 +72,25 @@ NO_GAMMA = ("self.args.gamma * next_values", "next_values")
 BUGS = {  # by what is wrong: script, what is replaced by what, which probes fail, and which do not
     "sign": [
         (PLAIN["sac"], *SAC_SIGN, {"action", "both"}, {"constant"}),
-        (TURBO["sac"], *SAC_SIGN, {"action", "both"}, {"constant"}),
-        (PLAIN["td3"], *TD3_SIGN, {"action", "both"}, {"constant"}),
         (TURBO["td3"], *TD3_SIGN, {"action", "both"}, {"constant"}),
         (PLAIN["ppo"], *PPO_SIGN, {"action", "both"}, {"constant"}),
         (TURBO["ppo"], *PPO_SIGN, {"action", "both"}, {"constant"}),
     ],
     "truncation is terminal": [
         (PLAIN["dqn"], *STORED, {"truncation"}, {"delay"}),
-        (TURBO["dqn"], *STORED_BY_TURBO, {"truncation"}, {"delay"}),
-        (PLAIN["sac"], *STORED, {"truncation"}, {"delay"}),
         (TURBO["sac"], *STORED, {"truncation"}, {"delay"}),
-        (PLAIN["td3"], *STORED, {"truncation"}, {"delay"}),
-        (TURBO["td3"], *STORED, {"truncation"}, {"delay"}),
     ],
     "no gamma": [
         (PLAIN["dqn"], "self.args.gamma * next_q", "next_q", {"delay", "truncation"}, {"constant"}),
-        (TURBO["sac"], "self.args.gamma * next_v", "next_v", {"delay", "truncation"}, {"constant"}),
         (TURBO["td3"], "self.args.gamma * next_q", "next_q", {"delay", "truncation"}, {"constant"}),
-        (PLAIN["ppo"], *NO_GAMMA, {"delay", "truncation"}, {"constant"}),
         (PLAIN["ppo with memory"], *NO_GAMMA, {"delay", "truncation"}, {"constant"}),
     ],
     "values do not learn": [
         (TURBO["dqn"], *DQN_STEP, VALUES, set()),
         (PLAIN["sac"], f"{STEP})", "pass", VALUES, set()),
-        (TURBO["sac"], f"{STEP}self.critics.weights, gradient)", "pass", VALUES, set()),
-        (PLAIN["td3"], f"{STEP})", "pass", VALUES, set()),
         (TURBO["td3"], f"{STEP}self.critics.weights, gradient)", "pass", VALUES, set()),
     ],
     "(N, 1) less (N,)": [
-        (PLAIN["ppo"], *BROADCAST, {"observation"}, {"constant"}),
         (TURBO["ppo"], *BROADCAST, {"observation"}, {"constant"}),
     ],
     "actions of others": [
@@ -125,7 +112,7 @@ def test_a_planted_bug_fails_its_probes(name, old, new, fail, pass_, tmp_path, c
 
 
 @thorough
-@pytest.mark.parametrize("name", [PLAIN["ppo"], TURBO["ppo"], TURBO["ppo with memory"]])
+@pytest.mark.parametrize("name", [TURBO["ppo"], TURBO["ppo with memory"]])
 @pytest.mark.parametrize(
     ("flags", "fail", "pass_"),
     [(["--no-bootstrap-truncation"], {"truncation"}, {"delay"}), (["--vf-coef", "0"], VALUES, set())],
