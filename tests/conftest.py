@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch.utils._device
 from emulated_cuda import emulated_cuda
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell script runs the tests in the background
 torch.utils._device._device_constructors()  # memoized: not first called in a test that has replaced torch.empty
 
 ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")}
