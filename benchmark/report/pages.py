@@ -41,7 +41,7 @@ CAPTIONS = {
     "td3_halfcheetah": "TD3, HalfCheetah-v5: plain and turbo",
     "ppo_halfcheetah": "PPO, HalfCheetah-v5: plain, turbo, and without the values of truncated episodes",
     "ppo_init_entropy": "PPO, HalfCheetah-v5: entropy of the policy at the start",
-    "ppo_pong": "PPO, Pong-v5: the first steps",
+    "ppo_pong": "PPO, Pong-v5: a million steps",
     "ppo_breakout": "PPO, Breakout-v5: the first steps",
     "memory_RepeatPrevious": "PPO, RepeatPreviousEasy: with and without memory",
     "memory_PositionOnlyCartPole": "PPO, PositionOnlyCartPoleEasy: with and without memory",
