@@ -29,7 +29,7 @@ from test_ppo_lstm import roll_out as roll_out_episodes
 PAGE = (copies.ROOT / "doc" / "changing.md").read_text()
 HUNK = re.compile(r"^@@ ([\w ]+), (plain and turbo|plain|turbo) @@\n(.*?)(?=^@@|^```|\Z)", re.M | re.S)
 SECTIONS = {s.split("\n", 1)[0].lower(): s for s in PAGE.split("\n## ")[1:] if "```diff" in s}
-QUICK = ("layernorm", "auxiliary head")
+QUICK = ("auxiliary head",)
 SCRIPTS = ALGORITHMS | {"ppo with memory": "ppo_lstm"}
 
 
