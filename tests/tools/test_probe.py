@@ -134,7 +134,10 @@ def test_a_run_that_diverges_has_failed(tmp_path, capsys, monkeypatch):
         (["tests/algorithms/catch.py"], "probe tests/algorithms/catch.py: it has no `train`"),
         (["leanrl/dqn_atari.py"], "probe leanrl/dqn_atari.py: it plays Atari games"),
         (["leanrl/sac_atari_torchcompile.py"], "probe leanrl/sac_atari_torchcompile.py: it plays Atari games"),
-        (["leanrl/dqn_population_torchcompile.py"], "probe leanrl/dqn_population_torchcompile.py: it trains"),
+        (
+            ["leanrl/dqn_population_torchcompile.py"],
+            "probe leanrl/dqn_population_torchcompile.py: it trains a population",
+        ),
         (["leanrl/dqn.py", "--batch-size", "0"], "--batch-size 0: give a number from 1"),
     ],
 )
