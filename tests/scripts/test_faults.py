@@ -201,14 +201,17 @@ def test_a_checkpoint_is_replaced_whole_or_not_at_all(either, tmp_path, monkeypa
 
 
 def test_a_folder_that_is_deleted_is_made_again(either, tmp_path):
+    runs = []
+
     def delete(learner, losses, step):
+        runs[0].writer.flush()  # TensorBoard's thread writes what is queued: into a folder that is gone, it cannot
         (folder,) = tmp_path.iterdir()
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
 
     args = either.Args(**tiny(either), total_timesteps=250, run_dir=str(tmp_path))
-    train(either, args, on_log=delete)
+    train(either, args, on_log=delete, on_start=runs.append)
     (folder,) = tmp_path.iterdir()
     assert {path.name for path in folder.iterdir()} >= {"checkpoint.pt", "policy.pt2", "summary.json"}
 
