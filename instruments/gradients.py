@@ -8,7 +8,7 @@ from collections import Counter, deque
 import torch
 from tqdm import tqdm
 
-from instruments.instrument import Instrument, Pace
+from instruments.instrument import Instrument, Pace, refuse_population
 
 HISTORY = 100  # looks that say what norm is usual; so many, that slow growth is seen too
 EXPLODES = 1000.0  # times the usual norm
@@ -27,6 +27,7 @@ class GradientWatch(Instrument):
 
     def prepare(self, script, args):
         super().prepare(script, args)
+        refuse_population("--watch-gradients", script)
         if hasattr(script, "Adam"):  # before it is compiled or captured
             keep_gradients(script.Adam)
 

@@ -1,5 +1,6 @@
 """What all instruments share."""
 
+import dataclasses
 import importlib.util
 import sys
 import textwrap
@@ -58,6 +59,12 @@ def load(path):
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+def refuse_population(given, script):
+    """End the program where `script` trains several agents at once; `given` is the argument that asked for it."""
+    if "seeds" in {field.name for field in dataclasses.fields(script.Args)}:
+        refuse(f"{given}: this script trains a population; give the script that trains one agent")
 
 
 def refuse(text):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import tyro
 
-from instruments.instrument import note, refuse
+from instruments.instrument import note, refuse, refuse_population
 
 GAMMA = 0.5  # small, so that bootstrapped values converge soon
 SETTINGS = {  # for scripts that have these flags
@@ -231,10 +231,9 @@ def main(path, script, words):
     """Probe a script, the module loaded from `path`, with the flags `words`."""
     if hasattr(script, "make_games"):
         refuse(f"probe {path}: it plays Atari games, which have no known answers; give a script for vectors")
+    refuse_population(f"probe {path}", script)
     discrete = hasattr(script, "require_discrete_actions")
     flags = {field.name for field in dataclasses.fields(script.Args)}
-    if "seeds" in flags:
-        refuse(f"probe {path}: it trains a population; give the script that trains one agent")
     settings = SETTINGS | (ON_POLICY if "num_steps" in flags else OFF_POLICY)
     defaults = script.Args(**{name: value for name, value in settings.items() if name in flags})
     given = tyro.cli(script.Args, args=words, default=defaults, prog=f"python -m instruments probe {path}")

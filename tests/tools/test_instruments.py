@@ -467,6 +467,10 @@ def test_order_of_frames():
         (["--dump-frames", "-1", "--", SCRIPT], "--dump-frames -1: give a number from 0"),
         (["--dump-frames", "9", "--", SCRIPT], "--dump-frames 9: HalfCheetah-v5 is not an Atari game"),
         (
+            ["--watch-gradients", "--", "leanrl/ppo_population_torchcompile.py"],
+            "--watch-gradients: this script trains a population",
+        ),
+        (
             ["--random-baseline", "2", "--", SCRIPT, "--env-id", "No-v0"],
             "--random-baseline 2: cannot play No-v0",
         ),

@@ -136,7 +136,7 @@ def test_a_run_that_diverges_has_failed(tmp_path, capsys, monkeypatch):
         (["leanrl/sac_atari_torchcompile.py"], "probe leanrl/sac_atari_torchcompile.py: it plays Atari games"),
         (
             ["leanrl/dqn_population_torchcompile.py"],
-            "probe leanrl/dqn_population_torchcompile.py: it trains a population",
+            "probe leanrl/dqn_population_torchcompile.py: this script trains a population",
         ),
         (["leanrl/dqn.py", "--batch-size", "0"], "--batch-size 0: give a number from 1"),
     ],
