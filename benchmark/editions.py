@@ -85,6 +85,18 @@ def tables(measured, header, rows, nothing, words=""):
     return "\n\n".join(parts) or Table("", header, [nothing]).markdown()
 
 
+def with_algorithms(machines, algos):
+    """Each machine's results, and those of `algos` that its table names: what it has measured, and what no machine has.
+
+    Without any machine its results are an empty list.
+    """
+    machines = list(machines) or [[]]
+    anywhere = {result["algo"] for results in machines for result in results}
+    for results in machines:
+        own = {result["algo"] for result in results}
+        yield results, [algo for algo in algos if algo in own or algo not in anywhere]
+
+
 def dates(results):
     """When results were measured, such as "2026-11-23" or "2026-11-20 to 2026-11-23"; "" if none of them says."""
     known = sorted({result["date"] for result in results if "date" in result})

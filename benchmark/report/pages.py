@@ -126,26 +126,22 @@ def speed_row(name, mode, results):
 
 def speed_tables(results):
     """The speed tables, one for each machine; without any result one that says so."""
-    everywhere = {result["algo"] for own in results["speed"].values() for result in own}
-    tables = [Table(caption(own), SPEED, speed_rows(own, everywhere)) for own in results["speed"].values()]
-    return tables or [Table("", SPEED, speed_rows([]))]
+    machines = editions.with_algorithms(results["speed"].values(), ALGORITHMS)
+    return [Table(caption(own) if own else "", SPEED, speed_rows(own, algos)) for own, algos in machines]
 
 
-def speed_rows(results, everywhere=()):
-    """The rows of a machine: for each algorithm all modes that the machine can run, and all others that were.
-
-    Algorithms `everywhere` were measured on some machine: one that has no result of them says nothing about them.
-    """
+def speed_rows(results, algos):
+    """The rows of a machine: for each algorithm all modes that the machine can run, and all others that were."""
     cuda = any(result["machine"]["gpu"] for result in results)
     modes = [mode for mode in MODES if cuda or "cudagraphs" not in mode]
     groups = grouped(results)
     rows = []
-    for algo in ALGORITHMS:
+    for algo in algos:
         measured = {env_id: group for (name, env_id), group in groups.items() if name == algo}
         for env_id, group in measured.items():
             every = dict.fromkeys([*modes, *group])
             rows += [speed_row(named(algo, env_id), mode, group.get(mode, [])) for mode in every]
-        if not measured and algo not in everywhere:
+        if not measured:
             rows.append(speed_row(named(algo), "all", []))
     return rows
 

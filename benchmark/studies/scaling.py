@@ -324,11 +324,8 @@ def table(results):
         "|---|---|---|---|---|---|---|",
     ]
     parts = []
-    machines = list(stored(results, "scaling", CASES)) or [[]]
-    anywhere = {one["algo"] for measured in machines for one in measured}
-    for measured in machines:
+    for measured, algos in editions.with_algorithms(stored(results, "scaling", CASES), CASES):
         data = {one["algo"]: one for one in measured}
-        algos = [algo for algo in CASES if algo in data or algo not in anywhere]
         if measured:
             parts.append(f"{editions.about(measured)}:")
         parts.append("\n".join([*head, *(row(algo, data.get(algo)) for algo in algos)]))

@@ -152,7 +152,7 @@ def test_what_torch_has_cached_for_the_cpu_is_not_taken():
     assert len(programs.codes) == 1
 
 
-ON_H100 = [pytest.param(name, 90, marks=[] if name == "dqn" else [pytest.mark.thorough]) for name in TURBO]
+ON_H100 = [pytest.param(name, 90, marks=[] if name in QUICK else [pytest.mark.thorough]) for name in TURBO]
 ON_OTHERS = [pytest.param(name, sm, marks=pytest.mark.thorough) for name in ("dqn", "ppo") for sm in (80, 100)]
 
 

@@ -543,7 +543,7 @@ TURBO_BUGS = [
     ("state of the old policy after resume", NEW_EPISODES, "", resumed),
     ("state not saved", MEMORY, "", restored),
 ]
-LONG = ("state rebound", "first state rebound")  # others that `captured` sees
+LONG = ("state rebound", "first state rebound")  # `captured` finds them, as it finds "mask frozen at capture"
 BUGS = [
     pytest.param(script, *change, id=f"{kind}, {what}", marks=[pytest.mark.thorough] * (what in LONG))
     for kind, script, bugs in (("plain", PLAIN, PLAIN_BUGS), ("turbo", TURBO, TURBO_BUGS))
