@@ -1,6 +1,5 @@
 """What the runs are doing: a live table in a terminal, and a line for each run that has ended elsewhere."""
 
-import json
 import re
 import sys
 
@@ -8,7 +7,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from launch.worker import LOG, STARTED, tail
+from launch.worker import LOG, started, tail
 
 BAR = re.compile(  # the scripts' progress bar
     r"(?P<step>\d+)/(?P<total>\d+) \[[^\]<]*<(?P<left>[^,\]]+), +(?P<speed>[\d.]+|\?)(?P<unit>step/s|s/step)"
@@ -71,8 +70,7 @@ class Board:
 
     def state(self, order):
         """A row of the table: all columns but the run's name."""
-        started = order.folder / STARTED
-        ours = json.loads(started.read_text()) if started.exists() else {}
+        ours = started(order.folder)
         begun = ours.get("session") == self.session
         state = "running" if begun else "queued"
         if order.name in self.outcomes:

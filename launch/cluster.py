@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+from ray.exceptions import RayError, RayTaskError
 
 from benchmark.arguments import refuse
 from launch import worker
@@ -64,6 +64,8 @@ class Cluster:
             if number:
                 self.slots = min(self.slots, sum(int(amount / number) for amount in there))
         self.session = secrets.token_hex(4)
+        self.stop_file = Path(out) / "stop"
+        self.stop_file.write_text("")
         self.environment = {"OMP_NUM_THREADS": str(max(1, int(cpus)))}
         if mkl:
             library = shutil.copy(mkl_on_amd.library(), out)  # where all machines see it
@@ -76,7 +78,7 @@ class Cluster:
 
     def submit(self, order: Order):
         """Queue a run."""
-        self.tasks[self.train.remote(order.message(self.session, self.environment))] = order
+        self.tasks[self.train.remote(order.message(self.session, self.environment, self.stop_file))] = order
 
     def finished(self, timeout=0.5):
         """Orders that are over, each with its outcome (`worker.train`), after waiting for the first of them."""
@@ -87,18 +89,16 @@ class Cluster:
         """End all runs, with their checkpoints. Another Ctrl-C meanwhile does nothing."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        for task in reversed(self.tasks):  # those that wait first: Ray crashes if one that it is starting is canceled
-            ray.cancel(task)
-        for task in list(self.tasks):
-            outcome(task)
+        self.stop_file.write_text("stop")  # Ray can crash when it cancels a task that it is starting
+        for task, order in self.tasks.items():
+            if worker.started(order.folder).get("session") == self.session:
+                outcome(task)
         self.tasks.clear()
 
 
 def outcome(task):
     try:
         return ray.get(task)
-    except TaskCancelledError:
-        return {"status": "interrupted"}
     except RayTaskError as error:
         return {"status": "failed", "line": str(error).strip().splitlines()[-1]}
     except RayError as error:

@@ -106,8 +106,8 @@ class Order:
         names = ("run-dir", *filter(self.script.per_agent, self.script.fields))
         return [word for word in self.flags if named(word) not in names]
 
-    def message(self, session, environment):
-        """What the worker is sent."""
+    def message(self, session, environment, stop):
+        """What the worker is sent; `stop` is the file that ends the run as soon as there is something in it."""
         return {
             "folder": str(self.folder),
             "script": self.script.path.name,
@@ -117,6 +117,7 @@ class Order:
             "total": self.total,
             "until": self.until if self.until != self.total else None,
             "session": session,
+            "stop": str(stop),
             "environment": environment,
             "path": [str(self.script.path.resolve().parent), os.getcwd()],
         }

@@ -48,9 +48,9 @@ class Pack:
                 words += [word.split("=", 1)[1] for word in own]
         return words
 
-    def message(self, session, environment):
+    def message(self, session, environment, stop):
         """What the worker is sent."""
-        return self.members[0].message(session, environment) | {"folder": str(self.folder), "flags": self.flags}
+        return self.members[0].message(session, environment, stop) | {"folder": str(self.folder), "flags": self.flags}
 
     def place(self):
         """Make the folder."""

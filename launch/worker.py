@@ -62,22 +62,18 @@ def train(order):
         return {"status": "failed", "line": f"{node} does not see {folder}: {remedy}"}
     if done_step(folder) >= order["steps"]:
         return {"status": "done"}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # for ray.cancel; a shell's background jobs ignore it
     write(folder / STARTED, {"session": order["session"], "node": node})
+    if Path(order["stop"]).read_text():
+        return {"status": "interrupted"}
     members = link_agents(folder)
     log_start = (folder / LOG).stat().st_size if (folder / LOG).exists() else 0
     process = start(order, folder, members)
     try:
         while process.poll() is None:
+            if Path(order["stop"]).read_text():
+                end(process)
+                return {"status": "interrupted"}
             time.sleep(0.1)
-    except KeyboardInterrupt:  # by ray.cancel
-        process.terminate()
-        try:
-            process.wait(SECONDS_TO_STOP)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        return {"status": "interrupted"}
     finally:
         link_agents(folder)
     for member in members:
@@ -89,6 +85,22 @@ def train(order):
     killed = f"killed by signal {-process.returncode}" if process.returncode < 0 else ""
     line = killed or last_line(folder / LOG, log_start) or f"exit code {process.returncode}"
     return {"status": "failed", "line": line}
+
+
+def end(process):
+    """End a script, with its checkpoint unless that takes too long."""
+    process.terminate()
+    try:
+        process.wait(SECONDS_TO_STOP)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def started(folder):
+    """Session and machine in which the run last started, by name; nothing if it never has."""
+    path = folder / STARTED
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def start(order, folder, members):

@@ -253,13 +253,23 @@ def test_a_machine_that_dies_costs_no_run_and_no_start_over(script, cluster):
         assert found[f"Walk-v0/base/{seed}"] == (20, by_hand(script, seed))
 
 
+def test_a_run_that_starts_after_the_interrupt_ends_at_once(script, tmp_path):
+    """The command sees that it has started, and so waits for it."""
+    stop = tmp_path / "stop"
+    stop.write_text("stop")
+    order = orders.order(orders.Script(script), None, {}, 5, [], tmp_path, 1)
+    order.place()
+    assert worker.train(order.message("this", {}, stop)) == {"status": "interrupted"}
+    assert worker.started(order.folder)["session"] == "this" and not (order.folder / worker.LOG).exists()
+
+
 def test_a_run_ends_at_the_step_that_it_is_to_stop_at(script, tmp_path):
     """And its schedules are those of the whole run; resumed, it equals one that was never interrupted."""
     script = orders.Script(script)
     for until in (8, None):
         order = orders.order(script, None, {}, 5, [], tmp_path / "parts", 1, until=until)
         order.place()
-        assert worker.train(order.message("", {})) == {"status": "done"}
+        assert worker.train(order.message("", {}, os.devnull)) == {"status": "done"}
         assert worker.done_step(order.folder) == (until or 20)
     assert starts(tmp_path / "parts" / "walk") == {"Walk-v0/base/5": [0, 8]}
     assert values(tmp_path / "parts" / "walk")["Walk-v0/base/5"] == (20, by_hand(script.path, 5))
@@ -544,7 +554,7 @@ def test_a_trial_at_a_rung_is_what_an_uninterrupted_run_was_there(name, tmp_path
 
     order = orders.order(script, None, {}, 1, flags, tmp_path / "tuned", 1, until=300)
     order.place()
-    assert worker.train(order.message("", {})) == {"status": "done"}
+    assert worker.train(order.message("", {}, os.devnull)) == {"status": "done"}
     at_rung = torch.load(worker.newest_checkpoint(order.folder), weights_only=True)
     uninterrupted = torch.load(tmp_path / "300.pt", weights_only=True)
     assert at_rung["global_step"] == uninterrupted["global_step"] == 300
@@ -552,7 +562,7 @@ def test_a_trial_at_a_rung_is_what_an_uninterrupted_run_was_there(name, tmp_path
     assert_equal(at_rung["learner"], uninterrupted["learner"])
 
     order.until = None
-    assert worker.train(order.message("", {})) == {"status": "done"}
+    assert worker.train(order.message("", {}, os.devnull)) == {"status": "done"}
     by_hand = [sys.executable, str(script.path), f"--resume={tmp_path / '300.pt'}", f"--run-dir={tmp_path / 'hand'}"]
     subprocess.run(by_hand, check=True, capture_output=True)
     (path,) = (tmp_path / "hand").glob("*/checkpoint.pt")
@@ -563,7 +573,7 @@ def test_a_trial_at_a_rung_is_what_an_uninterrupted_run_was_there(name, tmp_path
     (order.folder / worker.DONE).unlink()  # as if it had been killed after its last checkpoint
     for path in order.folder.glob("*/summary.json"):
         path.unlink()
-    assert worker.train(order.message("", {})) == {"status": "done"}
+    assert worker.train(order.message("", {}, os.devnull)) == {"status": "done"}
     assert worker.summaries(order.folder)
 
 

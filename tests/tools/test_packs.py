@@ -1,6 +1,7 @@
 """Packs of `python -m launch`: a population script trains several runs at once, and each is what it is alone."""
 
 import json
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -259,7 +260,7 @@ def test_packed_runs_of_dqn_are_those_of_the_single_script(tmp_path):
             order.until = until
             order.place()
         (pack,) = packs.packed(todo, 4)
-        assert worker.train(pack.message("", {})) == {"status": "done"}
+        assert worker.train(pack.message("", {}, os.devnull)) == {"status": "done"}
         parts.append([torch.load(worker.newest_checkpoint(order.folder), weights_only=True) for order in todo])
         assert all(run.done_step(order.folder) == order.steps for order in todo)
     for i, order in enumerate(todo):
@@ -269,7 +270,7 @@ def test_packed_runs_of_dqn_are_those_of_the_single_script(tmp_path):
         for until, packed in zip((300, None), parts, strict=True):
             alone.until = until
             alone.place()
-            assert worker.train(alone.message("", {})) == {"status": "done"}
+            assert worker.train(alone.message("", {}, os.devnull)) == {"status": "done"}
             checkpoint = torch.load(worker.newest_checkpoint(alone.folder), weights_only=True)
             for name in ("global_step", "episodes", "returns", "learner"):
                 assert_equal(packed[i][name], checkpoint[name])
