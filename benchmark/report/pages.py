@@ -154,7 +154,7 @@ def caption(results):
     seeds = sorted({result["seed"] for result in results})
     kinds = {named(result["algo"], result["env_id"]): result["kind"] for result in results}
     text = f"{describe(machine)}; torch {', '.join(torch)}; precision of float32 matmuls: {', '.join(matmuls)}; "
-    text += f"seeds {', '.join(map(str, seeds))}"
+    text += f"{'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}"
     text += f"; {editions.dates(results)}." if editions.dates(results) else "."
     quick = [name for name, kind in kinds.items() if kind == "quick"]
     if quick:
