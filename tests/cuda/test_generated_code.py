@@ -83,7 +83,10 @@ def check_placement(name, programs):
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_training_runs_generated_code(name, settings, tmp_path):
-    """Each call computes what torch computes, on the card. A run is near eager code's, by default in both schedules."""
+    """Each call computes what torch computes, on the card, and a run is near eager code's.
+
+    With default flags, a run is the same in both schedules.
+    """
     eager, *_ = train(name, settings, tmp_path, compile=False)
     losses, state, programs = train(name, settings, tmp_path, check=True)
     check_placement(name, programs)
@@ -93,7 +96,7 @@ def test_training_runs_generated_code(name, settings, tmp_path):
     assert losses
     for got, wanted in zip(losses, eager, strict=True):
         assert got == pytest.approx(wanted, rel=1e-2, abs=1e-3)
-    if not settings:  # with the others test_training_on_cuda.py compares the schedules, of eager code
+    if not settings:  # for other flags, test_training_on_cuda.py compares the schedules in eager mode
         losses_at_once, state_at_once, _ = train(name, settings, tmp_path, late=False)
         assert losses_at_once == losses
         assert_same_state(state_at_once, state)

@@ -204,7 +204,7 @@ def test_a_folder_that_is_deleted_is_made_again(either, tmp_path):
     runs = []
 
     def delete(learner, losses, step):
-        runs[0].writer.flush()  # TensorBoard's thread writes what is queued: into a folder that is gone, it cannot
+        runs[0].writer.flush()  # or TensorBoard's thread may write queued events to a folder that is gone
         (folder,) = tmp_path.iterdir()
         for path in folder.iterdir():
             path.unlink()
