@@ -1,5 +1,6 @@
 """Environments and helpers that the tests share."""
 
+import fcntl
 import importlib.util
 import io
 import os
@@ -44,6 +45,15 @@ def wait_for(condition, seconds=120):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.fixture
+def ray_lock(request, tmp_path_factory):
+    """For tests that start Ray. `ray symmetric-run` refuses a machine that has Ray: its test waits for the others."""
+    alone = request.node.name.startswith("test_the_slurm_recipe")
+    with open(tmp_path_factory.getbasetemp().parent / "ray.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 class Countdown(gym.Env):

@@ -22,6 +22,7 @@ from launch import board, orders, run, worker
 from launch import tune as tuning
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("ray_lock")
 STAND_IN = """
 import json
 import os
@@ -663,17 +664,25 @@ with open(Path(__file__).with_name("noted.txt"), "a") as file:
 RECIPE = ROOT / "doc" / "examples" / "slurm" / "launch.sbatch"
 
 
-@pytest.mark.thorough
-def test_the_slurm_recipe_is_queued_again_and_goes_on(script):
-    """The recipe, with another command and port, and with an `srun` and an `scontrol` that play one node."""
-    folder = script.parent
+def stand_ins(folder, srun):
+    """A folder for PATH, with an `srun` and an `scontrol` that play one node."""
     (folder / "bin").mkdir()
     for name, body in {
-        "srun": 'shift; exec "$@"',  # without its --cpus-per-task
+        "srun": srun,
         "scontrol": f'[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> {folder}/scontrol.txt',
     }.items():
         (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / "bin" / name).chmod(0o755)
+    path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    soon = {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_py_gcs_connect_timeout_s": "1"}  # instead of after 40 s
+    return os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "PATH": path} | soon
+
+
+@pytest.mark.thorough
+def test_the_slurm_recipe_is_queued_again_and_goes_on(script):
+    """The recipe, with another command and port, on one node."""
+    folder = script.parent
+    environment = stand_ins(folder, srun='shift; exec "$@"')  # without its --cpus-per-task
     port = free_port()
     flags = ("--seconds", "0.5", "--checkpoint-interval", "1000")
     words = words_of(script, flags=flags)
@@ -681,9 +690,9 @@ def test_the_slurm_recipe_is_queued_again_and_goes_on(script):
     text = text.replace("6379", str(port)).replace("symmetric-run", "symmetric-run --num-cpus=2")
     assert shlex.join(words) in text
     (folder / "job.sh").write_text(text)
-    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
-    variables["PATH"] = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    job = {"cwd": ROOT, "env": os.environ | variables, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    job = {"cwd": ROOT, "env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    raylet = ["pgrep", "-x", "raylet"]  # of a test before, still ending
+    wait_for(lambda: subprocess.run(raylet, stdout=subprocess.DEVNULL).returncode)
     try:
         process = subprocess.Popen(["bash", str(folder / "job.sh")], **job)
         wait_for(lambda: any(steps > 3 for steps in steps_now(folder)))
@@ -699,6 +708,11 @@ def test_the_slurm_recipe_is_queued_again_and_goes_on(script):
     assert (folder / "scontrol.txt").read_text() == "requeue 7\n"
     for seed in (1, 2, 3):
         assert values(folder / "runs" / "walk")[f"Walk-v0/base/{seed}"] == (20, by_hand(script, seed))
+
+
+def test_the_slurm_recipe_ends_if_ray_does_not_start(tmp_path):
+    environment = stand_ins(tmp_path, srun='[ "$3" = symmetric-run ] && exit 1')
+    assert subprocess.run(["bash", str(RECIPE)], cwd=ROOT, env=environment, timeout=60).returncode == 1
 
 
 def free_port():

@@ -17,6 +17,7 @@ from test_launch import assert_equal, tune, words_of
 from launch import orders, packs, run, worker
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("ray_lock")
 POPULATION = """
 import json
 import os
