@@ -40,12 +40,20 @@ def either(request):
     return request.param
 
 
+@pytest.fixture
+def hangups():
+    """SIGHUP ends a program, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def checkpoint_step(folder):
     return torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_every_loop(script, number, tmp_path):
+def test_a_signal_ends_every_loop(script, number, hangups, tmp_path):
     """With checkpoint, policy and summary, and the exit code that a shell gives."""
 
     def interrupt(learner, losses, step):
