@@ -32,6 +32,13 @@ each_example = pytest.mark.parametrize("name", ["broken", "fixed"])
 
 
 @pytest.fixture(autouse=True)
+def as_users_have_it():
+    """With Dynamo's defaults, which conftest.py changes: the page counts recompilations."""
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=True, recompile_limit=8):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def same_torch():
     if not torch.__version__.startswith(DATA["torch"]):
         pytest.skip(f"counted with torch {DATA['torch']}")
