@@ -23,7 +23,7 @@ from emulated_cuda import emulated_cuda
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell script runs the tests in the background
-# Tests compile the same functions for other sizes: each size by itself, as in a process of its own, not as a symbol.
+# Many tests compile the same function, each for its own sizes. As in a run, sizes are constants, not symbols.
 torch._dynamo.config.automatic_dynamic_shapes = False
 torch._dynamo.config.recompile_limit = 64
 torch.utils._device._device_constructors()  # memoized: not first called in a test that has replaced torch.empty
