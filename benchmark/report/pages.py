@@ -33,7 +33,7 @@ CURVES = {  # of doc/artifacts, by the page that shows them
     "doc/ppo.md": ("ppo_halfcheetah", "ppo_init_entropy", *MEMORY, "ppo_pong", "ppo_breakout"),
     "doc/dqn.md": ("dqn_cartpole", "dqn_breakout"),
     "doc/sac_discrete.md": ("sac_discrete_entropy",),
-    "doc/many_runs.md": ("population_cartpole", "population_pendulum"),
+    "doc/many_runs.md": ("population_pendulum",),
 }
 CAPTIONS = {
     "sac_halfcheetah": "SAC, HalfCheetah-v5: plain and turbo",
@@ -48,7 +48,6 @@ CAPTIONS = {
     "memory_PositionOnlyPendulum": "PPO, PositionOnlyPendulumEasy: with and without memory",
     "dqn_cartpole": "DQN, CartPole-v1: plain and turbo",
     "dqn_breakout": "DQN, Breakout-v5: the first steps",
-    "population_cartpole": "DQN, CartPole-v1: eight agents as one program and as single runs",
     "population_pendulum": "SAC, Pendulum-v1: eight agents as one program and as single runs",
     "sac_discrete_entropy": "SAC-discrete, Breakout-v5: entropy of the policy",
 }

@@ -52,11 +52,7 @@ RUNS = {  # flags, and how many steps to count: whole periods of all that is not
     "sac_atari": (EARLY_ATARI, 100),
 }
 PARTS = ("update", "update_target", "losses")  # methods that are counted by themselves; all else is the step
-POPULATIONS = {
-    "sac_continuous_action": "sac_population",
-    "dqn": "dqn_population",
-    "ppo_continuous_action": "ppo_population",
-}
+POPULATIONS = {"sac_continuous_action": "sac_population"}
 AGENTS = (1, 2, 4, 8, 16)
 COLUMNS = (
     "operators",
@@ -172,7 +168,6 @@ def count_agents(algo, agents):
     """What the population script does with so many agents, compiled and captured."""
     print(f"counting {POPULATIONS[algo]}, {agents} agents", file=sys.stderr)
     flags, steps = RUNS[algo]
-    flags = {name: (value,) if name in GREEDY else value for name, value in flags.items()}
     return count(POPULATIONS[algo], "compile + cudagraphs", flags | {"seeds": tuple(range(1, agents + 1))}, steps)
 
 

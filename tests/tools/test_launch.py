@@ -317,6 +317,13 @@ def test_what_the_cluster_has_not_is_refused(script, words, said):
     assert [path.name for path in (script.parent / "runs" / "walk").iterdir()] == ["lock"]
 
 
+def test_a_population_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run.main([str(ROOT / "leanrl" / "sac_population_torchcompile.py"), "--out", str(tmp_path)])
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and len(err.splitlines()) == 1 and "this script trains a population" in err
+
+
 def test_a_script_that_is_none_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run.main([str(tmp_path / "no.py")])
