@@ -23,7 +23,7 @@ from benchmark.report import curves, figures
 from benchmark.report.machine import describe
 from benchmark.report.tables import Table, mean_and_deviation, spread, with_table
 from benchmark.speed.rounds import MKL, MODES, PEERS
-from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, mkl, population, scaling
+from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, population, scaling
 from benchmark.studies.tips import before_after
 
 MEMORY = ("memory_RepeatPrevious", "memory_PositionOnlyCartPole", "memory_PositionOnlyPendulum")
@@ -237,7 +237,6 @@ def texts(results):
     pages["doc/speed.md"] |= {
         "scaling": scaling.table(measured),
         "tips": before_after.table(measured),
-        "mkl": mkl.table(measured),
     }
     pages["doc/ppo.md"] |= {"memory": memory_table().markdown()}
     pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured)}
@@ -246,7 +245,6 @@ def texts(results):
     counted = json.loads(launches.DATA.read_text())
     pages["doc/many_runs.md"]["agents"] = launches.population_table(counted)
     pages["doc/speed.md"]["launches"] = launches.table(counted)
-    pages["doc/speed.md"]["leanrl"] = launches.comparison(counted)
     return pages
 
 

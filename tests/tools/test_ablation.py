@@ -159,9 +159,8 @@ def test_table_of_tips(tmp_path):
     assert table.count("not measured") == len(before_after.TIPS) - 1
 
 
-@pytest.mark.parametrize("name", [name for name in before_after.TIPS if name != "keep_freed_memory"])
+@pytest.mark.parametrize("name", before_after.TIPS)
 def test_both_ways_of_a_tip_do_the_same(name):
-    """Where `keep_freed_memory` differs is the process."""
     module = importlib.import_module(f"benchmark.studies.tips.{name}")
     torch.testing.assert_close(module.before(), module.after(), rtol=1e-4, atol=1e-6)
 

@@ -26,7 +26,7 @@ from benchmark.studies.timing import DEVICE, interleaved_times, ratios
 
 HERE = Path(__file__).resolve().parent
 TIPS = ("device_creation", "pinned_memory", "no_item", "train_eval", "kept_parameters", "in_place")
-TIPS += ("keep_freed_memory", "channels_last")
+TIPS += ("channels_last",)
 
 
 @dataclass
