@@ -5,8 +5,8 @@
 
 What is counted is `train` itself, in steady state and with the scripts' defaults, save for a small replay buffer, an
 early start of learning, for DQN no random actions, and for Atari's DQN and SAC target networks that move in time to be
-counted. All modes run on the emulated CUDA device of tests/cuda/emulated_cuda.py. Compiled code is what inductor
-generates for an H100 (tests/cuda/generated_cuda.py, which needs triton); its kernels are counted and not executed.
+counted. All modes run on the emulated CUDA device of tools/emulated_cuda.py. Compiled code is what inductor
+generates for an H100 (tools/generated_cuda.py, which needs triton); its kernels are counted and not executed.
 
 "leanrl_2024" in results/launches.json is what the LeanRL of 2024 costs, and how that was counted; --write leaves it
 as it is.
@@ -28,7 +28,7 @@ from benchmark.arguments import parse
 from benchmark.results import RESULTS
 from benchmark.scripts import Enough, before_each_log, load
 
-sys.path.insert(0, str(ROOT / "tests" / "cuda"))
+sys.path.insert(0, str(ROOT / "tools"))  # whose files can be copied, and so import each other by name
 from emulated_cuda import emulated_cuda
 
 DATA = RESULTS / "launches.json"

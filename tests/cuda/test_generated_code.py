@@ -4,13 +4,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from unittest.mock import Mock, patch
 
 import conftest
 import pytest
 import torch
 from conftest import TURBO, assert_same_state, leaves, saved
+from copies import ROOT
 from emulated_cuda import emulated_cuda
 from test_training_on_cuda import OTHERS, SIZES, batched
 
@@ -144,6 +144,13 @@ def test_what_torch_has_cached_for_the_cpu_is_not_taken():
     assert len(programs.codes) == 1
 
 
+def test_without_the_interpreter_an_error_says_what_to_set():
+    code = "import generated_cuda; generated_cuda.Kernel('triton_sum', '')"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tools"), "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stderr.splitlines()[-1].endswith("set TRITON_INTERPRET=1 before the program starts"), done.stderr
+
+
 ON_H100 = [pytest.param(name, 90, marks=[] if name in QUICK else [pytest.mark.thorough]) for name in TURBO]
 ON_OTHERS = [pytest.param(name, sm, marks=pytest.mark.thorough) for name in ("dqn", "ppo") for sm in (80, 100)]
 
@@ -155,7 +162,7 @@ def test_kernels_are_assembled(name, capability, tmp_path):
     check_placement(name, programs)
     for i, (function, code) in enumerate(programs.codes):
         (tmp_path / f"{i}_{function}.py").write_text(code)
-    script = Path(__file__).with_name("generated_cuda.py")
+    script = ROOT / "tools" / "generated_cuda.py"
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     result = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
