@@ -23,8 +23,7 @@ from benchmark.report import curves, figures
 from benchmark.report.machine import describe
 from benchmark.report.tables import Table, mean_and_deviation, spread, with_table
 from benchmark.speed.rounds import MKL, MODES, PEERS
-from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, population, scaling
-from benchmark.studies.tips import before_after
+from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, population, scaling, tips
 
 MEMORY = ("memory_RepeatPrevious", "memory_PositionOnlyCartPole", "memory_PositionOnlyPendulum")
 CURVES = {  # of doc/artifacts, by the page that shows them
@@ -236,7 +235,7 @@ def texts(results):
     pages["doc/speed.md"] = {f"tricks of {algo}": ablation.text(algo, measured) for algo in ablation.TRICKS}
     pages["doc/speed.md"] |= {
         "scaling": scaling.table(measured),
-        "tips": before_after.table(measured),
+        "tips": tips.table(measured),
     }
     pages["doc/ppo.md"] |= {"memory": memory_table().markdown()}
     pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured)}
