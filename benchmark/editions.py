@@ -10,7 +10,7 @@ from benchmark.algorithms import ALGORITHMS
 from benchmark.report.machine import where
 from benchmark.report.tables import Table
 
-FOLDERS = ("leanrl", "benchmark/studies/tips")
+FOLDERS = ("leanrl", "benchmark/studies")
 EARLIER = "earlier edition"
 
 
@@ -37,7 +37,7 @@ def today(*paths):
 
 
 def script(name):
-    """The path of the script of leanrl/, or of the tip, of this name; None if there is none any more."""
+    """The path of the script of leanrl/, or of the study, of this name; None if there is none any more."""
     paths = [ROOT / folder / f"{name}.py" for folder in FOLDERS]
     return next((path for path in paths if path.exists()), None)
 

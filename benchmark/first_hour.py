@@ -34,7 +34,6 @@ PROFILED = "leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs 
 AUTOTUNE = "--compile-mode max-autotune-no-cudagraphs"
 STEPS = {  # the words behind `python`, and those that make a trial of it
     "tests": ("-m pytest -m gpu -k real", "--collect-only"),
-    "model": ("-m benchmark.studies.gpu_model", "--repeat 2"),
     "profile": (f"-m instruments --profile -- {PROFILED} --run-dir {{runs}}/profile", "--learning-starts 100"),
     "speed": (SPEED, "--out {runs}/speed"),
     "autotune": (

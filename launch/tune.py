@@ -40,7 +40,7 @@ from optuna.trial import TrialState
 from benchmark.arguments import refuse, stop
 from benchmark.report import figures
 from benchmark.report.tables import Table
-from launch import orders, packs, report
+from launch import orders, report
 from launch.board import Board
 from launch.cluster import folder_of
 from launch.orders import once
@@ -287,7 +287,6 @@ def main(words):
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     args, flags = parse(words, Args, "tune", __doc__)
     script = orders.Script(args.script)
-    packs.check(args.agents_per_run, script)
     for name in ("trials", "rungs"):
         if getattr(args, name) < 1:
             refuse(name, getattr(args, name), "give at least 1")
@@ -311,7 +310,6 @@ def run_all(cluster, search):
             own = bracket.orders()
             for order in own:
                 order.place()
-            own = packs.packed(own, search.args.agents_per_run)
             waiting[bracket] = {order.name for order in own if not begin(order, cluster, board)}
 
         try:

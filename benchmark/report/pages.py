@@ -23,8 +23,7 @@ from benchmark.report import curves, figures
 from benchmark.report.machine import describe
 from benchmark.report.tables import Table, mean_and_deviation, spread, with_table
 from benchmark.speed.rounds import MKL, MODES, PEERS
-from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, mkl, population, scaling
-from benchmark.studies.tips import before_after
+from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, population, scaling, tips
 
 MEMORY = ("memory_RepeatPrevious", "memory_PositionOnlyCartPole", "memory_PositionOnlyPendulum")
 CURVES = {  # of doc/artifacts, by the page that shows them
@@ -33,7 +32,7 @@ CURVES = {  # of doc/artifacts, by the page that shows them
     "doc/ppo.md": ("ppo_halfcheetah", "ppo_init_entropy", *MEMORY, "ppo_pong", "ppo_breakout"),
     "doc/dqn.md": ("dqn_cartpole", "dqn_breakout"),
     "doc/sac_discrete.md": ("sac_discrete_entropy",),
-    "doc/many_runs.md": ("population_cartpole", "population_pendulum"),
+    "doc/many_runs.md": ("population_pendulum",),
 }
 CAPTIONS = {
     "sac_halfcheetah": "SAC, HalfCheetah-v5: plain and turbo",
@@ -48,7 +47,6 @@ CAPTIONS = {
     "memory_PositionOnlyPendulum": "PPO, PositionOnlyPendulumEasy: with and without memory",
     "dqn_cartpole": "DQN, CartPole-v1: plain and turbo",
     "dqn_breakout": "DQN, Breakout-v5: the first steps",
-    "population_cartpole": "DQN, CartPole-v1: eight agents as one program and as single runs",
     "population_pendulum": "SAC, Pendulum-v1: eight agents as one program and as single runs",
     "sac_discrete_entropy": "SAC-discrete, Breakout-v5: entropy of the policy",
 }
@@ -237,8 +235,7 @@ def texts(results):
     pages["doc/speed.md"] = {f"tricks of {algo}": ablation.text(algo, measured) for algo in ablation.TRICKS}
     pages["doc/speed.md"] |= {
         "scaling": scaling.table(measured),
-        "tips": before_after.table(measured),
-        "mkl": mkl.table(measured),
+        "tips": tips.table(measured),
     }
     pages["doc/ppo.md"] |= {"memory": memory_table().markdown()}
     pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured)}
@@ -247,7 +244,6 @@ def texts(results):
     counted = json.loads(launches.DATA.read_text())
     pages["doc/many_runs.md"]["agents"] = launches.population_table(counted)
     pages["doc/speed.md"]["launches"] = launches.table(counted)
-    pages["doc/speed.md"]["leanrl"] = launches.comparison(counted)
     return pages
 
 

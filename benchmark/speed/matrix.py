@@ -74,8 +74,6 @@ class Args(rounds.RunArgs):
     """folder for the results; those of other flags, such as another precision, need one of their own"""
     run_dir: Path = Path("runs/matrix")
     """folder for the runs and their logs"""
-    address: str | None = None
-    """Ray cluster, such as HOST:6379: a round has a machine of it to itself (by default all run here)"""
     dry_run: bool = False
     """print the commands and run nothing"""
 
@@ -287,22 +285,6 @@ def measure(todo, out, here):
             bar.update(end - bar.n)
 
 
-def measure_on_cluster(todo, out, address):
-    """Run all unfinished rounds on a cluster; the result folders of its kinds of machines."""
-    try:
-        from benchmark.speed.cluster import Machines
-    except ImportError as error:
-        stop(f"--address {address}: pip install -r requirements/launch.txt ({error})")
-    machines = Machines(address)
-    folders = sorted({out / slug(kind) for kind in machines.kinds.values()})
-    left = [job for job in todo if not any(job.finished(folder) for folder in folders)]
-    with progress(todo, left) as bar:
-        for job, there, results in machines.run(left):
-            keep(job, results, out / slug(there))
-            bar.update(job.seconds)
-    return folders
-
-
 def learn(todo, out, here, parallel):
     """Run all learning runs that are not finished, `parallel` at a time."""
     left = [job for job in todo if not job.finished(out)]
@@ -396,8 +378,6 @@ def complete(args):
     if not args.modes:
         rounds.refuse_modes(modes)
     args.seeds = args.seeds or ((21,) if args.quick else (21, 31, 41))
-    if args.address and args.learn:
-        refuse("address", args.address, "it is for speeds; python -m launch run makes learning runs on a cluster")
     if not 1 <= args.parallel <= (os.cpu_count() if args.learn else 1):
         remedy = f"give 1 to {os.cpu_count()}, the cores of this machine" if args.learn else "it is for --learn"
         refuse("parallel", args.parallel, remedy)
@@ -416,17 +396,13 @@ def main(args):
         print("\n".join(what_fits(todo)), file=sys.stderr)
     if args.dry_run:
         return
+    here = machine()
+    out = args.out / slug(here)
     try:
-        if args.address:
-            folders = measure_on_cluster(todo, args.out, args.address)
+        if args.learn:
+            learn(todo, out, here, args.parallel)
         else:
-            here = machine()
-            out = args.out / slug(here)
-            folders = [out]
-            if args.learn:
-                learn(todo, out, here, args.parallel)
-            else:
-                measure(todo, out, here)
+            measure(todo, out, here)
     except KeyboardInterrupt:
         print("\ninterrupted; run the same command again to continue", file=sys.stderr)
         raise SystemExit(130) from None
@@ -435,7 +411,7 @@ def main(args):
     print("\n\n".join(table.markdown() for table in tables))
     if is_published(args.out):
         pages.write(measured)
-    paths = [job.result_path(folder, mode) for folder in folders for job in todo for mode in job.modes]
+    paths = [job.result_path(out, mode) for job in todo for mode in job.modes]
     failed = [path for path in paths if path.exists() and "failed" in json.loads(path.read_text())]
     for path in failed:
         print(f"error: a run failed; see {json.loads(path.read_text())['failed']}", file=sys.stderr)

@@ -1,11 +1,11 @@
 """Train other libraries' agents at the settings of our plain scripts, for their speed (requirements/peers.txt).
 
-    python -m benchmark.speed.compare --algo sac_continuous_action --modes plain eager compile sb3 sbx
+    ./run.sh --algos sac_continuous_action --modes plain eager compile sb3 sbx
     python -m benchmark.speed.peers --settings
 
-The peers are sb3, Stable-Baselines3 with sb3-contrib, in PyTorch, and sbx, the same algorithms in JAX. compare.py
-measures them interleaved with the modes of this repository. --settings prints the settings of each algorithm side by
-side: ours, and what the peers' models say of themselves.
+The peers are sb3, Stable-Baselines3 with sb3-contrib, in PyTorch, and sbx, the same algorithms in JAX. They are
+measured interleaved with the modes of this repository. --settings prints the settings of each algorithm side by side:
+ours, and what the peers' models say of themselves.
 """
 
 import copy

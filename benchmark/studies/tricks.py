@@ -223,18 +223,6 @@ TD3 = (
         ("Adam(self.critics.weights, args.learning_rate)", "self.critics"),
     ),
     Trick(
-        "index_select",
-        "DeviceReplayBuffer.sample",
-        "rows of the replay buffer by `index_select`, not by indexing",
-        EAGER,
-        (
-            (
-                "self.rows.index_select(0, (uniform * self.stored.clamp(max=self.size)).long())",
-                "self.rows[(uniform * self.stored.clamp(max=self.size)).long()]",
-            ),
-        ),
-    ),
-    Trick(
         "compiled_sampling",
         "TD3.update_critics",
         "rows looked up and gathered inside the compiled update, not before it",

@@ -14,7 +14,7 @@ from benchmark import ROOT, first_hour
 STEPS = {"first": ("-c pass", ""), "second": ('-c "raise SystemExit(3)"', ""), "third": ("-c print(33)", "")}
 EMULATED = f"""
 import sys
-sys.path.append({str(ROOT / "tests" / "cuda")!r})
+sys.path.append({str(ROOT / "tools")!r})
 from emulated_cuda import emulated_cuda
 from generated_cuda import compiled_for_cuda
 contexts = emulated_cuda(), compiled_for_cuda(execute=False)

@@ -467,7 +467,7 @@ def test_order_of_frames():
         (["--dump-frames", "-1", "--", SCRIPT], "--dump-frames -1: give a number from 0"),
         (["--dump-frames", "9", "--", SCRIPT], "--dump-frames 9: HalfCheetah-v5 is not an Atari game"),
         (
-            ["--watch-gradients", "--", "leanrl/ppo_population_torchcompile.py"],
+            ["--watch-gradients", "--", "leanrl/sac_population_torchcompile.py"],
             "--watch-gradients: this script trains a population",
         ),
         (

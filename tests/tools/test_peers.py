@@ -144,12 +144,13 @@ def test_a_run_has_time_slices_and_writes_a_summary(peers, algo, peer, tmp_path)
 
 
 def test_a_round_with_peers(peers, tmp_path):
-    flags = ["--algo", "dqn", "--modes", "plain", "sb3", "sbx", "--seeds", "1", "--total-timesteps", "1000"]
-    command = [sys.executable, "-m", "benchmark.speed.compare", *flags, "--run-dir", str(tmp_path)]
-    done = subprocess.run([*command, "--flags=--learning-starts 100"], cwd=ROOT, capture_output=True, text=True)
+    flags = ["--algos", "dqn", "--modes", "plain", "sb3", "sbx", "--seeds", "1", "--total-timesteps", "1000"]
+    folders = ["--out", str(tmp_path / "results"), "--run-dir", str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "benchmark.speed", *flags, *folders, "--flags=--learning-starts 100"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith(("| plain", "| sb3", "| sbx"))]
-    assert len(rows) == 3 and not any("none (" in row or "not measured" in row for row in rows)
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("results/*/speed/dqn/CartPole-v1/*/1.json")]
+    assert len(results) == 3 and all(result["summary"]["steady_sps"] for result in results)
 
 
 @pytest.mark.parametrize(

@@ -1,76 +1,14 @@
-"""The pictures in the documentation: learning curves, the random policy beside them, what the network gets as input."""
+"""The pictures in the documentation: learning curves, and the random policy beside them."""
 
 import itertools
 
-import conftest
 import gymnasium as gym
-import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from test_ppo_atari import SHAPE, ScriptedPool
 
 from benchmark import ROOT
-from benchmark.report import contact_sheet, curves
-
-SCRIPT = conftest.PLAIN["ppo_atari"]
-
-
-class BrightPool(ScriptedPool):
-    """A game with a point in step 2, whose frame of step t has brightness 100 + 2t.
-
-    But for the upper right quarter, 10 - t, and the lower right one, which only moves in step 6.
-    """
-
-    step_now = -1
-
-    def observe(self):
-        self.step_now += 1
-        frames = np.arange(self.step_now - 3, self.step_now + 1)[:, None, None]
-        obs = np.ones((1, *SHAPE), np.uint8) * (100 + 2 * frames).astype(np.uint8)
-        obs[..., :42, 42:] = 10 - frames
-        if self.step_now != 6:
-            obs[..., 42:, 42:] = 200
-        return obs
-
-    def recv(self):
-        obs, rewards, terminated, truncated, infos = super().recv()
-        infos["reward"][0] = self.step_now == 2
-        return obs, rewards, terminated, truncated, infos
-
-
-@pytest.fixture
-def bright_pool(monkeypatch):
-    monkeypatch.setattr(SCRIPT, "make_pool", lambda *args, **settings: BrightPool(["...l..g"]))
-
-
-def test_contact_sheet_has_the_last_step_of_each_kind(bright_pool):
-    """And of ordinary ones the one with most motion: 6 and not 7."""
-    labels, observations = zip(*contact_sheet.play(SCRIPT.AtariEnvs(SCRIPT.Args(num_envs=1), 0)), strict=True)
-    kinds = {2: "point", 4: "life lost", 5: "reset: next life", 6: "play", 8: "end of the game", 9: "reset: next game"}
-    assert labels == tuple(f"step {t}\n{kind}\nreward {int(t == 2)}" for t, kind in kinds.items())
-    assert [int(obs[3, 0, 0]) for obs in observations] == [100 + 2 * t for t in kinds]
-
-
-def colours(path, rows):
-    """Those in the middle of each quarter of each tile in a picture: (rows, 5, 2, 2, 3), from 0 to 255."""
-    picture = np.rint(matplotlib.image.imread(path)[..., :3] * 255).astype(int)
-    corners = contact_sheet.GAP + (84 + 2 * contact_sheet.GAP) * np.arange(max(rows, 5))
-    points = contact_sheet.SCALE * (corners[:, None] + [21, 63])
-    y, x = contact_sheet.TOP + points[:rows], contact_sheet.LEFT + points[:5]
-    return picture[y[:, None, :, None], x[None, :, None, :]]
-
-
-def test_contact_sheet_shows_frames_from_the_oldest_to_the_newest(bright_pool, tmp_path):
-    contact_sheet.main(contact_sheet.Args(tmp_path / "sheet.png"))
-    steps = np.array([2, 4, 5, 6, 8, 9])
-    found = colours(tmp_path / "sheet.png", len(steps))
-    frames = (steps[:, None] + np.arange(-3, 1))[..., None]
-    assert (found[:, :4, 0, 1] == 10 - frames).all()
-    assert (found[:, :4, 0, 0] == 100 + 2 * frames).all() and (found[:, :4, 1, 0] == 100 + 2 * frames).all()
-    assert (found[:, 4, 0, 1] == [252, 252, 255]).all()  # darker by 3
-    assert (found[:, 4, 0, 0] == [255, 249, 249]).all()  # brighter by 6
-    assert (found[[0, 1, 2, 4, 5], 4, 1, 1] == 255).all()
+from benchmark.report import curves
 
 
 class Paying(gym.Env):
