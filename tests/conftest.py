@@ -22,6 +22,8 @@ import torch.utils._device
 from emulated_cuda import emulated_cuda
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common import scripts
+
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell script runs the tests in the background
 # Many tests compile the same function, each for its own sizes. As in a run, sizes are constants, not symbols.
 torch._dynamo.config.automatic_dynamic_shapes = False
@@ -223,7 +225,7 @@ def train(script, args, on_log=lambda learner, losses, step: None, on_start=lamb
         run.log = watched
         on_start(run)
 
-    script.train(args, watch)
+    scripts.train(script, args, watch)
 
 
 THOROUGH = (  # tests that are too long for the quick suite, by the beginning of their names
