@@ -13,9 +13,8 @@ from pathlib import Path
 
 import tyro
 
-from benchmark.arguments import refuse, stop
-from instruments.__main__ import load_script
-from instruments.instrument import refuse_population
+from common.arguments import refuse, stop
+from common.scripts import load_given, refuse_population
 from launch.worker import ORDER
 
 OURS = {"env-id": "--env-ids", "seed": "--seeds", "run-dir": "--out", "resume": None}  # give these
@@ -31,7 +30,7 @@ class Script:
     path: Path
 
     def __post_init__(self):
-        script = load_script("launch", str(self.path))
+        script = load_given("launch", str(self.path))
         refuse_population(f"launch {self.path}", script)
         self.Args = script.Args
         self.text = self.path.read_text()

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from benchmark.arguments import refuse
+from common.arguments import refuse
 from launch import orders, report
 from launch.board import Board
 from launch.cluster import Cluster, folder_of

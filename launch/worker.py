@@ -1,21 +1,19 @@
-"""What a machine of the cluster does for one run. Ray sends this code along: at its top it imports the standard library
-alone.
+"""What a machine of the cluster does for one run. Ray sends this code along, and
+common/processes.py: at its top it imports nothing else but the standard library.
 
 All machines see the run's folder. It holds what the driver has ordered (ORDER), the script, the log of all attempts,
 and the run folder of each attempt, which resumes the one before from its checkpoint.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import platform
 import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from common.processes import interrupt, start
 
 ORDER = "order.json"
 STARTED = "started.json"
@@ -40,12 +38,13 @@ sys.modules[path.stem] = script
 spec.loader.exec_module(script)
 
 
-def stop_at_step(run):
-    unfinished = run.unfinished
-    run.unfinished = lambda: unfinished() and run.step < step
+class Run(script.Run):
+    def unfinished(self):
+        return super().unfinished() and self.step < step
 
 
-script.train(script.parse_args(), on_start=stop_at_step)
+script.Run = Run
+script.train(script.parse_args())
 '''
 
 
@@ -65,10 +64,10 @@ def train(order):
     if Path(order["stop"]).read_text():
         return {"status": "interrupted"}
     log_start = (folder / LOG).stat().st_size if (folder / LOG).exists() else 0
-    process = start(order, folder)
+    process = start_script(order, folder)
     while process.poll() is None:
         if Path(order["stop"]).read_text():
-            end(process)
+            interrupt(process, SECONDS_TO_STOP)
             return {"status": "interrupted"}
         time.sleep(0.1)
     if process.returncode == 0:
@@ -79,30 +78,20 @@ def train(order):
     return {"status": "failed", "line": line}
 
 
-def end(process):
-    """End a script, with its checkpoint unless that takes too long."""
-    process.terminate()
-    try:
-        process.wait(SECONDS_TO_STOP)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def started(folder):
     """Session and machine in which the run last started, by name; nothing if it never has."""
     path = folder / STARTED
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def start(order, folder):
+def start_script(order, folder):
     """Start the script; it ends when this process does, however that ends."""
     script = folder / order["script"]
     script.write_text(order["text"])
-    words = [str(script), *order["flags"]]
+    words = [script, *order["flags"]]
     if order["until"]:
         (folder / "until.py").write_text(UNTIL)
-        words = [str(folder / "until.py"), str(order["until"]), *words]
+        words = [folder / "until.py", order["until"], *words]
     checkpoint = newest_checkpoint(folder)
     if checkpoint:
         words.append(f"--resume={checkpoint.parent}")
@@ -111,16 +100,7 @@ def start(order, folder):
             words.append(f"--total-timesteps={step + 1}")
     variables = os.environ | order["environment"]
     variables["PYTHONPATH"] = os.pathsep.join([*order["path"], os.environ.get("PYTHONPATH", "")])
-    with open(folder / LOG, "a") as log:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        settings = {"start_new_session": True, "preexec_fn": end_with_parent, "env": variables}
-        return subprocess.Popen([sys.executable, *words], **pipes, **settings)
-
-
-def end_with_parent():
-    """Have this process killed when its parent ends, even if that is killed; on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    return start(words, folder / LOG, env=variables)
 
 
 def newest_checkpoint(folder):

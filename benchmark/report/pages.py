@@ -17,13 +17,15 @@ import sys
 from dataclasses import dataclass
 from math import inf
 
-from benchmark import ROOT, editions, published
+from benchmark import editions, published
 from benchmark.algorithms import ALGORITHMS, named
 from benchmark.report import curves, figures
-from benchmark.report.machine import describe
-from benchmark.report.tables import Table, mean_and_deviation, spread, with_table
 from benchmark.speed.rounds import MKL, MODES, PEERS
 from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, population, scaling, tips
+from common import ROOT
+from common.curves import end_of, last_tenth
+from common.machine import describe
+from common.tables import Table, mean_and_deviation, spread, with_table
 
 MEMORY = ("memory_RepeatPrevious", "memory_PositionOnlyCartPole", "memory_PositionOnlyPendulum")
 CURVES = {  # of doc/artifacts, by the page that shows them
@@ -189,7 +191,7 @@ def learning_row(algo, env_id, mode, runs):
     said = [f"seed {run['seed']} failed: {run['failed']}" for run in runs if "failed" in run]
     if not done:
         return [name, mode, "; ".join(said) or "no episode has ended", "", "", "", ""]
-    ends = [curves.end_of(run["curve"]) for run in done]
+    ends = [end_of(run["curve"]) for run in done]
     each = [f"{run['seed']}: {end:.1f}" for run, end in zip(done, ends, strict=True)]
     steps = min(run["summary"]["global_step"] for run in done)
     return [
@@ -254,7 +256,7 @@ def memory_table():
         runs, random, env_id, _ = curves.read(artifact(f"{name}.csv"))
         row = [env_id.split("-")[1]]
         for exp_name in ("ppo_lstm_torchcompile", "without_memory"):
-            ends = [curves.last_tenth(*run) for (own_name, _), run in runs.items() if own_name == exp_name]
+            ends = [last_tenth(*run) for (own_name, _), run in runs.items() if own_name == exp_name]
             row.append(f"{statistics.mean(ends):.2f} ± {statistics.stdev(ends):.2f}")
         rows.append([*row, f"{statistics.mean(random):.2f}"])
     return Table("", ("", "PPO with memory", "without memory", "random policy"), rows)
@@ -334,7 +336,7 @@ def headline(results):
         minutes = fastest_minutes(runs)
         threads = runs[0]["config"]["threads"]
         cores = {0: "all cores", 1: "one core"}.get(threads, f"{threads} cores")
-        mean = statistics.mean(curves.end_of(run["curve"]) for run in runs)
+        mean = statistics.mean(end_of(run["curve"]) for run in runs)
         sentences.append(
             f"PPO trains for a million steps on HalfCheetah-v5 in {minutes:.1f} minutes on {cores} "
             f"({describe(runs[0]['machine'])}; {runs[0]['mode']}, fastest seed) and reaches a return of {mean:.0f} "

@@ -31,14 +31,16 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmark import ROOT, editions
+from benchmark import editions
 from benchmark.algorithms import ALGORITHMS
-from benchmark.arguments import check, refuse, stop
-from benchmark.report.curves import learning_curve
-from benchmark.report.machine import machine, slug
 from benchmark.results import RESULTS, store
 from benchmark.speed import rounds
 from benchmark.speed.monitor import Monitor
+from common import ROOT
+from common.arguments import check, refuse, stop
+from common.curves import learning_curve
+from common.machine import machine, slug
+from common.processes import end, start
 from tools import mkl_on_amd
 
 try:
@@ -191,9 +193,8 @@ class LearningRun(Job):
             flags.append(f"--resume={summary.parent}")
         else:
             self.clear()
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-        pipes["env"] = os.environ | rounds.environment(self.mode)
-        self.process = rounds.start([str(ROOT / script), *flags], self.folder(self.mode), **pipes)
+        log = self.folder(self.mode) / "log.txt"
+        self.process = start([ROOT / script, *flags], log, env=os.environ | rounds.environment(self.mode))
         self.watching = contextlib.ExitStack()
         self.watching.enter_context(self.monitor.watching(self.mode, self.process.pid))
 
@@ -209,7 +210,7 @@ class LearningRun(Job):
 
     def end(self):
         """Save what the monitor has seen; a process that still trains is killed."""
-        rounds.end(self.process)
+        end(self.process)
         self.watching.close()
         self.monitor.save(self.mode, self.folder(self.mode))
 

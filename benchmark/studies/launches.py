@@ -22,11 +22,13 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmark import ROOT
 from benchmark.algorithms import ALGORITHMS
-from benchmark.arguments import parse
 from benchmark.results import RESULTS
-from benchmark.scripts import Enough, before_each_log, load
+from common import ROOT
+from common.arguments import parse
+from common.scripts import Enough, before_each_log, load, train
+from common.steady import Clock
+from common.tables import Table
 
 sys.path.insert(0, str(ROOT / "tools"))  # whose files can be copied, and so import each other by name
 from emulated_cuda import emulated_cuda
@@ -89,7 +91,8 @@ class Steady:
         self.calls = Counter(step=steps)
 
     def __call__(self, run):
-        before_each_log(run, lambda: run.steady and self.on_log(run.learner, run.step))
+        clock = Clock(run)
+        before_each_log(run, lambda losses: clock.begin and self.on_log(run.learner, run.step))
 
     def on_log(self, learner, step):
         step //= learner.args.num_envs  # from transitions to steps
@@ -148,7 +151,7 @@ def count(name, mode, flags, steps):
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         steady = Steady(device.counts, steps)
         with contextlib.suppress(Enough):
-            script.train(script.Args(run_dir=run_dir, **flags, **MODES[mode]), on_start=steady)
+            train(script, script.Args(run_dir=run_dir, **flags, **MODES[mode]), steady)
     return steady.per_call()
 
 
@@ -189,27 +192,25 @@ def row(name, mode, parts):
     """A line of the table."""
     cells = [cell(parts, column) for column in ("operators", "replays", "nodes", "kernels", "fills", "matmuls")]
     cells += [cell(parts, "bytes", unit=1e6), cell(parts, "h2d", "h2d bytes"), cell(parts, "d2h", "d2h bytes")]
-    return f"| {name} | {mode} | {' | '.join(cells)} | {cell(parts, 'waits')} |"
+    return [name, mode, *cells, cell(parts, "waits")]
 
 
 def table(data):
     """A Markdown table: in each cell an update + an environment step."""
-    lines = [
-        "| update + step | mode | operators | graph replays | operators in graphs | fused kernels in graphs | fills "
-        "| matmuls and convolutions among all | MB read and written | copies in | copies out | waits |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = ("update + step", "mode", "operators", "graph replays", "operators in graphs", "fused kernels in graphs")
+    header += ("fills", "matmuls and convolutions among all", "MB read and written", "copies in", "copies out", "waits")
+    rows = []
     for algo, modes in data["scripts"].items():
-        lines += [row(ALGORITHMS[algo].title, mode, parts) for mode, parts in modes.items()]
+        rows += [row(ALGORITHMS[algo].title, mode, parts) for mode, parts in modes.items()]
         earlier = data["leanrl_2024"]["scripts"].get(algo, {})  # it had no DQN and no SAC for Atari
-        lines += [row("LeanRL of 2024", mode, parts) for mode, parts in earlier.items()]
-    return "\n".join(lines)
+        rows += [row("LeanRL of 2024", mode, parts) for mode, parts in earlier.items()]
+    return Table("", header, rows).markdown()
 
 
 def population_table(data):
     """A Markdown table: a step of N agents with its updates."""
     names = ("script", "agents", "nodes of graphs", "MB read and written", "operators outside of graphs")
-    lines = [f"| {' | '.join(names)} |", "|---|---|---|---|---|"]
+    rows = []
     for algo, by_agents in data["populations"].items():
         for agents, parts in by_agents.items():
             calls = {part: parts[part]["calls per step"] for part in ("update", "step")}
@@ -219,8 +220,8 @@ def population_table(data):
             }
             in_graphs = sums["nodes"] + sums["kernels"] + sums["fills"]
             cells = [ALGORITHMS[algo].title, agents, number(in_graphs), number(sums["bytes"] / 1e6)]
-            lines.append(f"| {' | '.join([*cells, number(sums['operators'])])} |")
-    return "\n".join(lines)
+            rows.append([*cells, number(sums["operators"])])
+    return Table("", names, rows).markdown()
 
 
 def main(args):

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from benchmark import editions
-from benchmark.arguments import check, parse
-from benchmark.report.machine import machine
-from benchmark.report.tables import spread
 from benchmark.results import RESULTS, path_here, store
 from benchmark.studies.timing import DEVICE, interleaved_times
+from common.arguments import check, parse
+from common.machine import machine
+from common.tables import Table, spread
 
 
 def device_creation():
@@ -183,14 +183,11 @@ def worth(path):
 def table(results):
     """A Markdown table of all tips, with a column for each machine that has been measured."""
     folders = sorted(results.glob("*/tips"))
-    lines = [
-        f"| tip | {' | '.join(folder.parent.name for folder in folders) or 'worth'} |",
-        f"|---|{'---|' * max(1, len(folders))}",
-    ]
+    rows = []
     for name, tip in TIPS.items():
         cells = [worth(folder / f"{name}.json") for folder in folders] or ["not measured"]
-        lines.append(f"| {tip.__doc__} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([tip.__doc__, *cells])
+    return Table("", ("tip", *([folder.parent.name for folder in folders] or ["worth"])), rows).markdown()
 
 
 def main(args):

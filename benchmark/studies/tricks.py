@@ -5,7 +5,7 @@ What a script learns without a trick is the same up to rounding.
 
 from dataclasses import dataclass
 
-from benchmark import ROOT
+from common import ROOT
 
 EAGER = ("eager", "cudagraphs")  # modes in which nothing is compiled
 COMPILED = ("compile", "compile+cudagraphs")

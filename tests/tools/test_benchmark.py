@@ -16,11 +16,11 @@ import torch
 import tyro
 from conftest import wait_for
 
-from benchmark import ROOT
 from benchmark.algorithms import ALGORITHMS
-from benchmark.scripts import load
 from benchmark.speed import matrix, monitor, rounds
 from benchmark.studies import compile_modes, instrument_overhead, scaling
+from common import ROOT
+from common.scripts import load
 
 
 def program(path, body):

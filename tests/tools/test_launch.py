@@ -588,9 +588,9 @@ def test_a_trial_at_a_rung_is_what_an_uninterrupted_run_was_there(name, tmp_path
 KEEP_CHECKPOINTS = """
 import shutil, sys
 from pathlib import Path
-from instruments.instrument import load
+from common import scripts
 path, folder = map(Path, sys.argv[1:3])
-script = load(path)
+script = scripts.load(path)
 sys.argv = [str(path), *sys.argv[3:], f"--run-dir={folder / 'through'}"]
 
 def keep(run):
@@ -600,7 +600,7 @@ def keep(run):
         shutil.copy(run.folder / "checkpoint.pt", folder / f"{run.step}.pt")
     run.save = save_and_copy
 
-script.train(script.parse_args(), on_start=keep)
+scripts.train(script, script.parse_args(), keep)
 """
 
 

@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from benchmark import ROOT
 from benchmark.algorithms import ALGORITHMS
 from benchmark.speed import rounds
+from common import ROOT, scripts
 
 PROGRAM = (sys.executable, "-m", "benchmark.speed.peers")
 DIFFERENT = {  # the settings that cannot be made equal
@@ -89,7 +89,7 @@ def test_optimisers_make_as_many_steps_as_ours(peers, algo, tmp_path):
     script = importlib.import_module(f"leanrl.{algo}")
     args = script.Args(env_id=env_id, run_dir=str(tmp_path), **length)
     learners = []
-    script.train(args, on_start=lambda run: learners.append(run.learner))
+    scripts.train(script, args, lambda run: learners.append(run.learner))
     ours = steps(learners[0].optimizers)
 
     models = {}

@@ -3,12 +3,12 @@
 import itertools
 
 import gymnasium as gym
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from benchmark import ROOT
 from benchmark.report import curves
+from common import ROOT
 
 
 class Paying(gym.Env):
@@ -75,38 +75,43 @@ def write_rows(path, runs):
     path.write_text("\n".join(rows))
 
 
-def drawn(tmp_path, window, runs):
-    """What `draw` draws of `runs`: points of each seed's line, (rows, 2), and the lines in the legend by label."""
+def drawn(tmp_path, monkeypatch, window, runs):
+    """The lines that `draw` draws of `runs`, by label."""
+    figures = []
+
+    class Drawn(Figure):
+        def savefig(self, path, **settings):
+            figures.append(self)
+            super().savefig(path, **settings)
+
+    monkeypatch.setattr(curves, "Figure", Drawn)
     write_rows(tmp_path / "curves.csv", runs)
     curves.draw(tmp_path / "curves.csv", tmp_path / "curves.png", window)
     assert (tmp_path / "curves.png").stat().st_size
-    lines = plt.gca().lines
-    plt.close()
-    seeds = [line.get_xydata() for line in lines if line.get_label().startswith("_")]
-    return seeds, {line.get_label(): line for line in lines if not line.get_label().startswith("_")}
+    (figure,) = figures
+    return {line.get_label(): line for line in figure.axes[0].lines}
 
 
-def test_a_mean_of_curves_goes_as_far_as_all_of_them(tmp_path):
+def test_a_mean_of_curves_goes_as_far_as_all_of_them(tmp_path, monkeypatch):
     """Seed 1 is 10 rows long, seed 2 only 6: to step 60."""
     runs = {("ppo", 1): np.arange(1, 11), ("ppo", 2): np.arange(3, 9), ("other", 1): np.full(10, 5)}
-    _, lines = drawn(tmp_path, 2, runs)
-    assert set(lines) == {"ppo, 2 seeds and their mean", "other, one seed"}
-    x, y = lines["ppo, 2 seeds and their mean"].get_data()
-    there = (x >= 20) & (x <= 60)
-    np.testing.assert_allclose(y[there], x[there] / 10 + 0.5)
-    assert np.isnan(y[~there]).all() and 0 < there.sum() < len(x)
-    assert x[-1] == 100 and lines["other, one seed"].get_ydata()[-1] == 5
+    lines = drawn(tmp_path, monkeypatch, 1, runs)
+    assert set(lines) == {"ppo, 2 seeds", "other, 1 seed"}
+    x, y = lines["ppo, 2 seeds"].get_data()
+    np.testing.assert_allclose(y, x / 10 + 1)
+    assert x[0] == 10 and x[-1] == 60
+    assert list(lines["other, 1 seed"].get_xdata()) == list(range(10, 101, 10))
 
 
-def test_a_run_of_fewer_rows_than_the_window_is_averaged_whole(tmp_path):
-    (short, long), _ = drawn(tmp_path, 5, {("ppo", 1): [1, 2, 6], ("ppo", 2): np.arange(10)})
-    np.testing.assert_allclose(short, [[30, 3]])
-    np.testing.assert_allclose(long, [[step, step / 10 - 3] for step in range(50, 101, 10)])
+def test_curves_are_moving_means(tmp_path, monkeypatch):
+    lines = drawn(tmp_path, monkeypatch, 2, {("ppo", 1): [1, 2, 6]})
+    np.testing.assert_allclose(lines["ppo, 1 seed"].get_xydata(), [[10, 1], [20, 1.5], [30, 4]])
 
 
-def test_a_random_policy_is_a_dashed_line(tmp_path):
-    seeds, lines = drawn(tmp_path, 2, {("ppo", 1): np.arange(10), ("random", 1): [1, 2], ("random", 2): [4.5]})
-    assert len(seeds) == 1 and set(lines) == {"ppo, one seed", "random policy, 3 games: 2.5"}
+def test_a_random_policy_is_a_dashed_line(tmp_path, monkeypatch):
+    runs = {("ppo", 1): np.arange(10), ("random", 1): [1, 2], ("random", 2): [4.5]}
+    lines = drawn(tmp_path, monkeypatch, 2, runs)
+    assert set(lines) == {"ppo, 1 seed", "random policy, 3 games: 2.5"}
     line = lines["random policy, 3 games: 2.5"]
     assert line.get_linestyle() == "--" and list(line.get_ydata()) == [2.5, 2.5]
 
@@ -114,5 +119,4 @@ def test_a_random_policy_is_a_dashed_line(tmp_path):
 @pytest.mark.parametrize("data", sorted((ROOT / "doc" / "artifacts").glob("*.csv")), ids=lambda path: path.stem)
 def test_what_was_measured_can_be_drawn(data, tmp_path):
     curves.draw(data, tmp_path / "curves.png")
-    plt.close()
     assert (tmp_path / "curves.png").stat().st_size > 20_000
