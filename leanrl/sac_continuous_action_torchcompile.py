@@ -170,7 +170,7 @@ class SAC:
         self.updates = 0
 
         self.widths = [obs_dim, obs_dim, act_dim, 1, 1]  # of a transition's observations, action, reward, terminated
-        self.replay = ReplayBuffer(args.buffer_size, sum(self.widths), device)
+        self.replay = DeviceReplayBuffer(args.buffer_size, sum(self.widths), device)
         self.batch = torch.zeros(args.batch_size, sum(self.widths), device=device)
         # random numbers are drawn outside of compiled functions, so that all modes draw the same ones
         self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)
@@ -385,7 +385,7 @@ class Adam:
         return {"m": self.m, "v": self.v, "ones": self.ones}
 
 
-class ReplayBuffer:
+class DeviceReplayBuffer:
     """Transitions on the device, one row each; the newest overwrite the oldest. Nothing here waits for the device."""
 
     def __init__(self, size, width, device):
