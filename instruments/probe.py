@@ -7,7 +7,9 @@ Andy Jones (https://andyljones.com/posts/rl-debugging.html), the sixth truncates
 with the first. The exit code is then 1.
 """
 
+import contextlib
 import dataclasses
+import io
 import math
 import sys
 import tempfile
@@ -157,8 +159,9 @@ for probe in PROBES:
 def answers(learner, probe, discrete):
     """What the learner has found."""
     obs = torch.tensor(probe.states, dtype=torch.float32)[:, None]
-    actions = learner.policy()(obs)
-    if isinstance(actions, tuple):  # with the state of a memory, which was 0 before
+    policy, (_, *state) = learner.policy()  # the state of a memory, if it has one, is 0 before
+    actions = policy(obs, *(torch.zeros(len(obs), *tensor.shape[1:]) for tensor in state))
+    if isinstance(actions, tuple):
         actions, _ = actions
     if probe.asks == "action":
         found = 2 * actions - 1 if discrete else actions
@@ -183,8 +186,9 @@ def values(learner, obs, actions, steps):
     if hasattr(learner, "q"):
         found = learner.q(obs)
         return (found[0] if isinstance(found, tuple) else found).amax(-1)  # of a network with another head
-    critics = getattr(learner.critics, "members", learner.critics)  # a flat network's, or a list
-    return torch.stack([critic(obs, actions) for critic in critics]).amin(0)
+    if hasattr(learner, "q_values"):
+        return learner.q_values(learner.critics, obs, actions).amin(0)
+    return torch.stack([critic(obs, actions) for critic in learner.critics]).amin(0)
 
 
 def values_with_memory(learner, scaled, steps):
@@ -220,6 +224,16 @@ def find(script, args, probe, discrete):
     return answers(*learners, probe, discrete)
 
 
+def takes_discrete_actions(script):
+    """Whether the script refuses continuous actions."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            script.make_envs(script.Args(env_id=PROBES[0].env_id(discrete=False)), folder=None).close()
+    except SystemExit:
+        return True
+    return False
+
+
 def line(probe, found):
     """Whether the answers are right, and what is printed about them."""
     good = np.allclose(found, probe.expected, rtol=0.05, atol=TOLERANCE[probe.asks])
@@ -233,7 +247,7 @@ def main(path, script, words):
     if hasattr(script, "make_games"):
         stop(f"probe {path}: it plays Atari games, which have no known answers; give a script for vectors")
     refuse_population(f"probe {path}", script)
-    discrete = hasattr(script, "require_discrete_actions")
+    discrete = takes_discrete_actions(script)
     flags = {field.name for field in dataclasses.fields(script.Args)}
     settings = SETTINGS | (ON_POLICY if "num_steps" in flags else OFF_POLICY)
     defaults = script.Args(**{name: value for name, value in settings.items() if name in flags})
