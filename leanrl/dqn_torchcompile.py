@@ -135,6 +135,7 @@ class DQN:
         steps = min(math.ceil(args.train_frequency / args.num_envs), max(1, args.buffer_size // args.num_envs))
         on_cuda = device.type == "cuda"
         self.host_block = torch.zeros(steps * args.num_envs, sum(self.widths), pin_memory=on_cuda)
+        self.host_rows = self.host_block.numpy()
         self.block = self.host_block.to(device)  # on a CPU the same memory
         self.block_sent = torch.cuda.Event() if on_cuda else torch.cpu.Event()
         self.collected = 0  # transitions in `host_block`
@@ -177,7 +178,7 @@ class DQN:
 
     def greedy(self, obs):
         """The actions of highest value, (num_envs,), for `obs`, (num_envs, obs_dim); both are NumPy."""
-        return self.host_q(obs).argmax(-1)
+        return self.host_q.forward(obs.astype(np.float32, copy=False)).argmax(-1)
 
     def act(self, obs, exploration):
         """Actions for `obs`, each random with probability `exploration`, else greedy; both are NumPy."""
@@ -190,10 +191,10 @@ class DQN:
 
     def collect(self, obs, next_obs, actions, rewards, terminated):
         """Collect a transition per environment for the next update; all are NumPy, (num_envs, ...)."""
-        if self.collected == len(self.host_block):
+        if self.collected == len(self.host_rows):
             self.store_block()
         self.block_sent.synchronize()
-        rows = self.host_block.numpy()[self.collected : self.collected + len(obs)]
+        rows = self.host_rows[self.collected : self.collected + len(obs)]
         columns = (obs, next_obs, actions[:, None], rewards[:, None], terminated[:, None])
         np.concatenate(columns, 1, rows, casting="unsafe")
         self.collected += len(obs)
@@ -219,6 +220,8 @@ class DQN:
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
+            else:
+                options["cpp_wrapper"] = True  # kernels are called from C++: worth a seventh of so small an update
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
             function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
@@ -290,9 +293,9 @@ class HostNetwork:
 
     def __init__(self, network):
         self.network = copy.deepcopy(network).cpu().requires_grad_(False)
-        self.function = in_numpy(self.network)
-        self.newest = list(network.state_dict().values())
-        self.in_use = list(self.network.state_dict().values())
+        self.forward = in_numpy(self.network)
+        self.newest = [*network.parameters(), *network.buffers()]
+        self.in_use = [*self.network.parameters(), *self.network.buffers()]
 
         on_cuda = self.newest[0].is_cuda
         sizes = [tensor.numel() for tensor in self.in_use]
@@ -303,10 +306,7 @@ class HostNetwork:
         self.pack()
         self.send()
 
-    def __call__(self, x):
-        """The network's outputs for `x`, (batch, inputs); both are NumPy."""
-        return self.function(x.astype(np.float32, copy=False))
-
+    @torch.no_grad()
     def pack(self):
         torch.cat([tensor.flatten() for tensor in self.newest], out=self.packed)
 
@@ -334,8 +334,7 @@ def in_numpy(module):
         weight, bias = module.weight.numpy().T, module.bias.numpy()[None]
         return lambda x: x.dot(weight) + bias
     if type(module) is nn.ReLU:
-        zero = np.zeros((), np.float32)
-        return lambda x: np.maximum(x, zero)
+        return partial(np.maximum, np.zeros((), np.float32))  # a Python 0 would be converted at each call
     if type(module) is nn.Tanh:
         return np.tanh
     return lambda x: module(torch.from_numpy(x)).numpy()  # any other in torch, which is slower
@@ -441,7 +440,7 @@ def train(args):
             learner.collect(obs, next_obs, actions, rewards, terminated)
             ended = terminated | truncated
             obs = next_obs
-            if ended.any():
+            if any(ended):
                 obs, _ = envs.reset(options={"reset_mask": ended})
             run.advance(rewards, ended)
             if run.step > args.learning_starts:
