@@ -376,7 +376,7 @@ class Adam:
         ones1, ones2 = self.ones.unbind()
         root = ones2.sqrt()
         denominator = torch._foreach_sqrt(self.v)
-        torch._foreach_add_(denominator, (self.eps * root).float())
+        torch._foreach_add_(denominator, (self.eps * root).float(), alpha=1)  # without `alpha` the host would wait
         torch._foreach_mul_(denominator, (ones1 / (self.lr * root)).float())
         torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
 
