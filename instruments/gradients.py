@@ -168,9 +168,10 @@ class TurboLayers:
         network = getattr(learner, name, None)
         self.stacked = isinstance(network, dict)  # critics, with a leading dimension
         if self.stacked:
-            self.names = [f"{name}.{{}}.{layer}" for layer in network]
+            self.names = [f"{name}.{{}}.{layer}" for layer, weights in network.items() if weights.requires_grad]
         elif isinstance(network, torch.nn.Module):
-            self.names = [f"{name}.{layer}" for layer, _ in network.named_parameters()]
+            layers = network.named_parameters()
+            self.names = [f"{name}.{layer}" for layer, weights in layers if weights.requires_grad]
         else:
             self.names = [name]
 

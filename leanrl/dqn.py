@@ -166,7 +166,7 @@ class DQN:
 
     def policy(self):
         """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
-        return GreedyPolicy(copy.deepcopy(self.q).cpu()), (torch.zeros(2, self.obs_dim),)
+        return GreedyPolicy(copy.deepcopy(self.q).cpu()).eval(), (torch.zeros(2, self.obs_dim),)
 
     def state_dict(self):
         """What the learner needs to continue bit for bit, on the CPU or on the device."""

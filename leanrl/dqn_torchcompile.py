@@ -238,7 +238,7 @@ class DQN:
 
     def policy(self):
         """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
-        return GreedyPolicy(copy.deepcopy(self.q).cpu()), (torch.zeros(2, self.obs_dim),)
+        return GreedyPolicy(copy.deepcopy(self.q).cpu()).eval(), (torch.zeros(2, self.obs_dim),)
 
     def tensors(self):
         """Every tensor that updates change, but the replay buffer. What is missing here is not saved."""
