@@ -1,5 +1,6 @@
 """Norms of gradients and weights, layer by layer, and traps for gradients that are zero, explode or are not finite."""
 
+import inspect
 import math
 import statistics
 import sys
@@ -8,7 +9,7 @@ from collections import Counter, deque
 import torch
 from tqdm import tqdm
 
-from common.scripts import refuse_population
+from common.scripts import optimizers_of, refuse_population
 from instruments.instrument import Instrument, Pace
 
 HISTORY = 100  # looks that say what norm is usual; so many, that slow growth is seen too
@@ -29,8 +30,9 @@ class GradientWatch(Instrument):
     def prepare(self, script, args):
         super().prepare(script, args)
         refuse_population("--watch-gradients", script)
-        if hasattr(script, "Adam"):  # before it is compiled or captured
-            keep_gradients(script.Adam)
+        for name in ("Adam", "ClippedAdam"):
+            if hasattr(script, name):  # before it is compiled or captured
+                keep_gradients(getattr(script, name))
 
     def start(self, run):
         super().start(run)
@@ -42,9 +44,13 @@ class GradientWatch(Instrument):
         run.save = self.save_if_sound
         learner = run.learner
         self.sources = {}
-        for name, optimizer in learner.optimizers.items():
-            source = ModuleLayers if isinstance(optimizer, torch.optim.Optimizer) else FlatLayers
-            self.sources[name] = source(self.script, learner, name)
+        for name, optimizer in optimizers_of(learner).items():
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self.sources[name] = ModuleLayers(learner, name)
+            elif hasattr(optimizer, "ones"):
+                self.sources[name] = Layers(learner, name)
+            else:
+                self.sources[name] = FlatLayers(self.script, learner, name)
 
     def log(self, losses):
         undefined = "explained_variance"  # where all returns are equal
@@ -98,7 +104,8 @@ class GradientWatch(Instrument):
                 self.run.writer.add_histogram(f"weight_histograms/{name}", weights, self.run.step)
 
     def end_run(self, what):
-        self.run.end_at_nan(what, self.run.learner.state_dict())
+        second_edition = len(inspect.signature(self.run.end_at_nan).parameters) == 2
+        self.run.end_at_nan(what, *[self.run.learner.state_dict()] * second_edition)
 
     def trap_not_finite(self, gradients):
         said = []
@@ -131,9 +138,61 @@ class GradientWatch(Instrument):
 
 
 def keep_gradients(adam):
-    """Let a script's Adam, and so what is derived from it, keep its newest gradient; or, for all that follow, the first
-    one that was not finite.
-    """
+    """Let a script's Adam keep its newest gradients; or, for all that follow, the first ones that were not finite."""
+    if "loss" not in inspect.signature(adam.step).parameters:
+        keep_flat_gradients(adam)
+        return
+    initialize, step = adam.__init__, adam.step
+
+    def __init__(self, weights, *args):
+        initialize(self, weights, *args)
+        self.gradients = [torch.zeros(2, *w.shape, device=w.device) for w in self.weights]  # [1]: after such
+        self.row = torch.zeros(1, dtype=torch.int64, device=self.lr.device)
+
+    def step_and_keep(self, loss):
+        gradients = torch.autograd.grad(loss, self.weights)
+        for kept, gradient in zip(self.gradients, gradients, strict=True):
+            kept.index_copy_(0, self.row, gradient.unsqueeze(0))
+        sums = torch.stack([gradient.sum() for gradient in gradients])
+        self.row.bitwise_or_(sums.isfinite().all().logical_not())
+        same = [(w * gradient).sum() for w, gradient in zip(self.weights, gradients, strict=True)]
+        return step(self, sum(same))  # whose gradients are the loss's, to the last bit
+
+    adam.__init__, adam.step = __init__, step_and_keep
+
+
+class Layers:
+    """The layers of an optimizer that keeps gradients, which CUDA graphs write too."""
+
+    def __init__(self, learner, name):
+        self.optimizer = optimizers_of(learner)[name]
+        self.name = name
+        network = getattr(learner, name, None)
+        self.several = isinstance(network, dict)  # networks whose parameters are stacked
+        named = network.items() if self.several else ()
+        if isinstance(network, torch.nn.Module):
+            named = network.named_parameters()
+        names = {id(weights): layer for layer, weights in named}
+        self.names = [names.get(id(weights)) for weights in self.optimizer.weights]
+
+    @torch.no_grad()
+    def layers(self):
+        optimizer = self.optimizer
+        ones1, ones2 = optimizer.ones.unbind()
+        layers = {}
+        parts = (self.names, optimizer.gradients, optimizer.weights, optimizer.m, optimizer.v)
+        for name, gradients, weights, m, v in zip(*parts, strict=True):
+            change = optimizer.lr * (m / ones1) / ((v / ones2).sqrt() + optimizer.eps)
+            triple = (gradients[0], weights.detach(), change.float())
+            if self.several:
+                layers |= {f"{self.name}.{i}.{name}": own for i, own in enumerate(zip(*triple, strict=True))}
+            else:
+                layers[f"{self.name}.{name}" if name else self.name] = triple
+        return layers
+
+
+def keep_flat_gradients(adam):
+    """The same for the second edition's Adam on a flat vector."""
     initialize, step, tensors = adam.__init__, adam.step, adam.tensors
 
     def __init__(self, weights, lr):
@@ -183,8 +242,8 @@ class FlatLayers:
 class ModuleLayers:
     """The layers of a torch.optim.Adam, whose gradients are kept when it steps: other losses add to them later."""
 
-    def __init__(self, script, learner, name):
-        self.optimizer = learner.optimizers[name]
+    def __init__(self, learner, name):
+        self.optimizer = optimizers_of(learner)[name]
         network = getattr(learner, name, None)
         is_module = isinstance(network, torch.nn.Module)
         names = {p: f"{name}.{layer}" for layer, p in network.named_parameters()} if is_module else {}

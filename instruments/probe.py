@@ -20,7 +20,7 @@ import torch
 import tyro
 
 from common.arguments import note, stop
-from common.scripts import refuse_population, train
+from common.scripts import policy_of, refuse_population, train
 
 GAMMA = 0.5  # small, so that bootstrapped values converge soon
 SETTINGS = {  # for scripts that have these flags
@@ -157,7 +157,7 @@ for probe in PROBES:
 def answers(learner, probe, discrete):
     """What the learner has found."""
     obs = torch.tensor(probe.states, dtype=torch.float32)[:, None]
-    actions = learner.policy()(obs)
+    actions = policy_of(learner)(obs)
     if isinstance(actions, tuple):  # with the state of a memory, which was 0 before
         actions, _ = actions
     if probe.asks == "action":
@@ -183,6 +183,8 @@ def values(learner, obs, actions, steps):
     if hasattr(learner, "q"):
         found = learner.q(obs)
         return (found[0] if isinstance(found, tuple) else found).amax(-1)  # of a network with another head
+    if hasattr(learner, "q_values"):
+        return learner.q_values(learner.critics, obs, actions).amin(0)
     critics = getattr(learner.critics, "members", learner.critics)  # a flat network's, or a list
     return torch.stack([critic(obs, actions) for critic in critics]).amin(0)
 

@@ -97,19 +97,56 @@ NO_MODULE_GUARDS = Trick(
     COMPILED,
     ((' | {"guard_filter_fn": needed_guards}', ""),),
 )
+OWN_ADAM = Trick(
+    "own_adam",
+    "Adam.step",
+    "Adam in a few operations on all parameters at once, not `torch.optim.Adam`",
+    EAGER,
+    (
+        (
+            "        self.ones = torch.zeros_like(self.betas)",
+            """\
+        settings = {"eps": self.eps, "capturable": device.type == "cuda"}
+        self.optimizer = torch.optim.Adam(self.weights, lr, (self.beta1, self.beta2), **settings)
+        self.ones = torch.zeros_like(self.betas)""",
+        ),
+        (
+            "        self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)\n",
+            """\
+        for parameter, gradient in zip(self.weights, gradients, strict=True):
+            parameter.grad = gradient
+        return self.optimizer.step()
+""",
+        ),
+    ),
+)
+VMAPPED_CRITICS = Trick(
+    "batched_critics",
+    "SAC.q_values",
+    "the critics as one batched matmul per layer, not one after the other",
+    (*COMPILED, "cudagraphs"),  # eager code does without
+    (("        if self.args.compile or self.args.cudagraphs:\n", "        if False:\n"),),
+)
+FAST_ACTING = Trick(
+    "compiled_acting",
+    "SAC.fast",
+    "acting and storing compiled too",
+    ("compile",),
+    (("        self.store_and_act = self.fast(self.store_and_act)\n", ""),),
+)
+NEEDED_GUARDS = Trick(
+    "no_module_guards",
+    "needed_guards",
+    "compiled code without guards on layers, not with them",
+    COMPILED,
+    (('            options["guard_filter_fn"] = needed_guards\n', ""),),
+)
 BATCHED_CRITICS = Trick(
     "batched_critics",
     "FlatNetwork.__call__",
     "the critics as one batched matmul per layer, not one after the other",
     (*COMPILED, "cudagraphs"),  # eager code does without
     (("batched = args.compile or self.cudagraphs", "batched = False"),),
-)
-TRANSPOSED_STORAGE = Trick(
-    "transposed_storage",
-    "FlatNetwork.views",
-    "matrices stored transposed, so that gradients need no copy",
-    ALL,
-    (("parameter.view(*lead, *reversed(shape)).mT", "parameter.view(*lead, *shape)"),),
 )
 NUMPY_ACTING = Trick(
     "numpy_acting",
@@ -148,37 +185,7 @@ DIRECT_ENVS = Trick(
 # SAC
 # ---------------------------------------------------------------------------------------------------------------------
 
-SAC = (
-    BATCHED_CRITICS,
-    Trick(
-        "no_critic_gradient",
-        "SAC.update_actor",
-        "no gradient for the critics' weights in the actor's loss",
-        EAGER,
-        (
-            (
-                """\
-            q = self.critics(obs, actions).amin(0)
-            actor_loss = (alpha * log_prob - q).mean()
-            (gradient,) = torch.autograd.grad(actor_loss, weights)
-""",
-                """\
-            critic_weights = self.critics.weights.detach().requires_grad_()
-            q = self.critics(obs, actions, weights=critic_weights).amin(0)
-            actor_loss = (alpha * log_prob - q).mean()
-            gradient, _ = torch.autograd.grad(actor_loss, (weights, critic_weights))
-""",
-            ),
-        ),
-    ),
-    flat_adam(
-        ("Adam(self.actor.weights, args.policy_lr)", "self.actor"),
-        ("Adam(self.critics.weights, args.q_lr)", "self.critics"),
-    ),
-    TRANSPOSED_STORAGE,
-    compiled_acting("SAC.store_and_act"),
-    NO_MODULE_GUARDS,
-)
+SAC = (VMAPPED_CRITICS, OWN_ADAM, FAST_ACTING, NEEDED_GUARDS)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # TD3

@@ -16,7 +16,7 @@ EAGER = [(algo, trick) for algo in tricks.TRICKS for trick in ablation.tricks_of
 COMPILED_ALONE = [(a, trick) for a in tricks.TRICKS for trick in tricks.TRICKS[a] if "eager" not in trick.modes]
 MACHINE = {"cpu": "processor", "cores": 2, "memory_gib": 8, "gpu": None, "packages": {"torch": "2"}}
 WRONG = [  # edits that are no tricks
-    ("sac_continuous_action", "next_actions).amin(0)", "next_actions).amax(0)"),
+    ("sac_continuous_action", "next_obs, next_actions).amin(0)", "next_obs, next_actions).amax(0)"),
     ("td3_continuous_action", "self.target_actor.weights.lerp_(", "self.target_actor.weights.lerp("),
     ("ppo_continuous_action", "gamma * gae_lambda * (1 - ended)", "gamma * gae_lambda * (1 - terminated)"),
     ("dqn", "self.args.gamma * next_q", "0.98 * next_q"),
