@@ -1,6 +1,5 @@
 """Norms of gradients and weights, layer by layer, and traps for gradients that are zero, explode or are not finite."""
 
-import inspect
 import math
 import statistics
 import sys
@@ -16,6 +15,7 @@ HISTORY = 100  # looks that say what norm is usual; so many, that slow growth is
 EXPLODES = 1000.0  # times the usual norm
 LEAST = 100.0  # the least norm that is called an explosion: a first reward makes small gradients large, too
 ZERO_LOOKS = 3  # in a row, before a warning
+ROUNDING = 1e-6  # of the first moment: a gradient below that is taken for 0
 
 
 class GradientWatch(Instrument):
@@ -45,12 +45,8 @@ class GradientWatch(Instrument):
         learner = run.learner
         self.sources = {}
         for name, optimizer in optimizers_of(learner).items():
-            if isinstance(optimizer, torch.optim.Optimizer):
-                self.sources[name] = ModuleLayers(learner, name)
-            elif hasattr(optimizer, "ones"):
-                self.sources[name] = Layers(learner, name)
-            else:
-                self.sources[name] = FlatLayers(self.script, learner, name)
+            source = ModuleLayers if isinstance(optimizer, torch.optim.Optimizer) else TurboLayers
+            self.sources[name] = source(learner, name)
 
     def log(self, losses):
         undefined = "explained_variance"  # where all returns are equal
@@ -104,8 +100,7 @@ class GradientWatch(Instrument):
                 self.run.writer.add_histogram(f"weight_histograms/{name}", weights, self.run.step)
 
     def end_run(self, what):
-        second_edition = len(inspect.signature(self.run.end_at_nan).parameters) == 2
-        self.run.end_at_nan(what, *[self.run.learner.state_dict()] * second_edition)
+        self.run.end_at_nan(what)
 
     def trap_not_finite(self, gradients):
         said = []
@@ -138,105 +133,61 @@ class GradientWatch(Instrument):
 
 
 def keep_gradients(adam):
-    """Let a script's Adam keep its newest gradients; or, for all that follow, the first ones that were not finite."""
-    if "loss" not in inspect.signature(adam.step).parameters:
-        keep_flat_gradients(adam)
-        return
+    """Let a script's Adam keep its newest gradients; or, for all that follow, the first that were not finite.
+
+    They are what its first moments have moved by.
+    """
     initialize, step = adam.__init__, adam.step
 
-    def __init__(self, weights, *args):
-        initialize(self, weights, *args)
-        self.gradients = [torch.zeros(2, *w.shape, device=w.device) for w in self.weights]  # [1]: after such
-        self.row = torch.zeros(1, dtype=torch.int64, device=self.lr.device)
+    def __init__(self, weights, *settings):
+        initialize(self, weights, *settings)
+        self.gradients = [w.new_zeros(2, *w.shape) for w in self.weights]  # row 1: after some that were not finite
+        self.row = torch.zeros(1, dtype=torch.int64, device=self.weights[0].device)
 
     def step_and_keep(self, loss):
-        gradients = torch.autograd.grad(loss, self.weights)
-        for kept, gradient in zip(self.gradients, gradients, strict=True):
-            kept.index_copy_(0, self.row, gradient.unsqueeze(0))
-        sums = torch.stack([gradient.sum() for gradient in gradients])
-        self.row.bitwise_or_(sums.isfinite().all().logical_not())
-        same = [(w * gradient).sum() for w, gradient in zip(self.weights, gradients, strict=True)]
-        return step(self, sum(same))  # whose gradients are the loss's, to the last bit
+        without = [m.lerp(torch.zeros_like(m), 1 - self.beta1) for m in self.m]  # as if the gradient were 0
+        result = step(self, loss)
+        with torch.no_grad():
+            finite = torch.ones((), dtype=torch.bool, device=self.row.device)
+            for kept, m, rest in zip(self.gradients, self.m, without, strict=True):
+                gradient = (m - rest) / (1 - self.beta1)
+                gradient = gradient.masked_fill(gradient.abs() <= ROUNDING * m.abs(), 0.0)
+                kept.index_copy_(0, self.row, gradient.unsqueeze(0))
+                finite = finite & gradient.sum().isfinite()
+            self.row.bitwise_or_(finite.logical_not())
+        return result
 
     adam.__init__, adam.step = __init__, step_and_keep
 
 
-class Layers:
+class TurboLayers:
     """The layers of an optimizer that keeps gradients, which CUDA graphs write too."""
 
     def __init__(self, learner, name):
         self.optimizer = optimizers_of(learner)[name]
-        self.name = name
         network = getattr(learner, name, None)
-        self.several = isinstance(network, dict)  # networks whose parameters are stacked
-        named = network.items() if self.several else ()
-        if isinstance(network, torch.nn.Module):
-            named = network.named_parameters()
-        names = {id(weights): layer for layer, weights in named}
-        self.names = [names.get(id(weights)) for weights in self.optimizer.weights]
+        self.stacked = isinstance(network, dict)  # critics, with a leading dimension
+        if self.stacked:
+            self.names = [f"{name}.{{}}.{layer}" for layer in network]
+        elif isinstance(network, torch.nn.Module):
+            self.names = [f"{name}.{layer}" for layer, _ in network.named_parameters()]
+        else:
+            self.names = [name]
 
     @torch.no_grad()
     def layers(self):
         optimizer = self.optimizer
-        ones1, ones2 = optimizer.ones.unbind()
+        ones1, ones2 = optimizer.ones
         layers = {}
-        parts = (self.names, optimizer.gradients, optimizer.weights, optimizer.m, optimizer.v)
-        for name, gradients, weights, m, v in zip(*parts, strict=True):
+        columns = (self.names, optimizer.gradients, optimizer.weights, optimizer.m, optimizer.v)
+        for name, gradients, weights, m, v in zip(*columns, strict=True):
             change = optimizer.lr * (m / ones1) / ((v / ones2).sqrt() + optimizer.eps)
             triple = (gradients[0], weights.detach(), change.float())
-            if self.several:
-                layers |= {f"{self.name}.{i}.{name}": own for i, own in enumerate(zip(*triple, strict=True))}
+            if self.stacked:
+                layers |= {name.format(i): member for i, member in enumerate(zip(*triple, strict=True))}
             else:
-                layers[f"{self.name}.{name}" if name else self.name] = triple
+                layers[name] = triple
         return layers
-
-
-def keep_flat_gradients(adam):
-    """The same for the second edition's Adam on a flat vector."""
-    initialize, step, tensors = adam.__init__, adam.step, adam.tensors
-
-    def __init__(self, weights, lr):
-        initialize(self, weights, lr)
-        self.weights = weights
-        self.gradients = weights.new_zeros(2, *weights.shape)  # row 1: after one that was not finite
-        self.row = torch.zeros(1, dtype=torch.int64, device=weights.device)
-
-    def step_and_keep(self, weights, gradient):
-        self.gradients.index_copy_(0, self.row, gradient.unsqueeze(0))
-        self.row.bitwise_or_(gradient.sum().isfinite().logical_not())
-        step(self, weights, gradient)
-
-    def tensors_to_save(self):
-        own = ("weights", "gradients", "row")
-        return {name: value for name, value in tensors(self).items() if name not in own}
-
-    adam.__init__, adam.step, adam.tensors = __init__, step_and_keep, tensors_to_save
-
-
-class FlatLayers:
-    """The layers of an optimizer that keeps gradients: pieces of its flat vectors, which CUDA graphs write too."""
-
-    def __init__(self, script, learner, name):
-        self.script = script
-        self.optimizer = learner.optimizers[name]
-        self.name = name
-        weights = self.optimizer.weights
-        networks = learner.tensors()["networks"].get(name, {})
-        memory = weights.untyped_storage().data_ptr()
-        self.places = {
-            f"{name}.{layer}": (view.shape, view.stride(), view.storage_offset())
-            for layer, view in networks.items()
-            if view.untyped_storage().data_ptr() == memory  # not a buffer
-        }
-
-    def layers(self):
-        optimizer = self.optimizer
-        correction1, correction2 = (1 - optimizer.decay).unbind()
-        change = optimizer.lr * (optimizer.m / correction1) / ((optimizer.v / correction2).sqrt() + self.script.EPS)
-        vectors = (optimizer.gradients[0], optimizer.weights, change.float())
-        if not self.places:
-            return {self.name: vectors}
-        return {layer: [x.as_strided(*place) for x in vectors] for layer, place in self.places.items()}
 
 
 class ModuleLayers:

@@ -170,7 +170,7 @@ class SAC:
         self.updates = 0
 
         self.widths = [obs_dim, obs_dim, act_dim, 1, 1]  # of a transition's observations, action, reward, terminated
-        self.replay = ReplayBuffer(args.buffer_size, sum(self.widths), device)
+        self.replay = DeviceReplayBuffer(args.buffer_size, sum(self.widths), device)
         self.batch = torch.zeros(args.batch_size, sum(self.widths), device=device)
         # random numbers are drawn outside of compiled functions, so that all modes draw the same ones
         self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)
@@ -376,7 +376,7 @@ class Adam:
         ones1, ones2 = self.ones.unbind()
         root = ones2.sqrt()
         denominator = torch._foreach_sqrt(self.v)
-        torch._foreach_add_(denominator, (self.eps * root).float())
+        torch._foreach_add_(denominator, (self.eps * root).float(), alpha=1)  # without `alpha` the host would wait
         torch._foreach_mul_(denominator, (ones1 / (self.lr * root)).float())
         torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
 
@@ -385,7 +385,7 @@ class Adam:
         return {"m": self.m, "v": self.v, "ones": self.ones}
 
 
-class ReplayBuffer:
+class DeviceReplayBuffer:
     """Transitions on the device, one row each; the newest overwrite the oldest. Nothing here waits for the device."""
 
     def __init__(self, size, width, device):
@@ -428,6 +428,7 @@ def train(args):
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
         args.cudagraphs = False
     envs = make_envs(args, folder)
+    require_bounded_actions(args, envs)
     learner = SAC(args, envs, device)
     with Run(args, folder, envs, learner) as run:
         envs.action_space.seed(args.seed + run.step)
@@ -468,12 +469,18 @@ def make_envs(args, folder):
         envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError) as error:
         refuse("env_id", args.env_id, error)
-    observations, actions = envs.single_observation_space, envs.single_action_space
-    if len(observations.shape) != 1:
-        refuse("env_id", args.env_id, f"observations must be vectors, not {observations}")
-    if not (isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1 and actions.is_bounded()):
-        refuse("env_id", args.env_id, f"actions must be bounded vectors, not {actions}")
+    space = envs.single_observation_space
+    if len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
     return envs
+
+
+def require_bounded_actions(args, envs):
+    """Refuse actions that are not vectors of floats with bounds."""
+    space = envs.single_action_space
+    bounded = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and space.is_bounded()
+    if not bounded or len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"actions must be bounded vectors of floats, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

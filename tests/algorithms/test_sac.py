@@ -153,7 +153,7 @@ def test_repeated_updates_draw_fresh_rows_and_noise(mode):
     losses = set()
     for _ in range(6):
         for name, tensor in leaves(learner.tensors()):
-            tensor.copy_(saved[name])
+            tensor.data.copy_(saved[name])
         learner.updates = 30
         learner.update()
         losses.add((learner.losses()["qf_loss"], learner.losses()["actor_loss"]))
