@@ -140,7 +140,7 @@ class DQN:
         self.block_sent = torch.cuda.Event() if on_cuda else torch.cpu.Event()
         self.collected = 0  # transitions in `host_block`
         self.received = torch.zeros((), dtype=torch.int64, device=device)  # transitions in `block`
-        self.replay = ReplayBuffer(args.buffer_size, sum(self.widths), device)
+        self.replay = BlockReplayBuffer(args.buffer_size, sum(self.widths), device)
         self.store_and_learn = self.fast(self.store_and_learn)
 
     def store_and_learn(self):
@@ -285,15 +285,15 @@ def times_due(frequency, step, num_envs):
 
 
 class HostNetwork:
-    """A copy of `network` on the host, in NumPy, to act: torch takes ten times as long to call layers this small.
+    """A copy of `network` that acts on the host, in NumPy.
 
-    Its weights follow in three steps: `pack` gathers the newest on the device, `send` launches their copy to the host,
-    `receive` waits for them and uses them from then on.
+    Its weights follow in three steps: `pack` puts the newest into one vector on the device, `send` launches the copy of
+    this vector to the host, and `receive` waits for it and uses its weights from then on.
     """
 
     def __init__(self, network):
         self.network = copy.deepcopy(network).cpu().requires_grad_(False)
-        self.forward = in_numpy(self.network)
+        self.forward = numpy_function(self.network)
         self.newest = [*network.parameters(), *network.buffers()]
         self.in_use = [*self.network.parameters(), *self.network.buffers()]
 
@@ -319,25 +319,29 @@ class HostNetwork:
         torch._foreach_copy_(self.in_use, self.parts)
 
 
-def in_numpy(module):
-    """`module`, on the CPU, as a function of a NumPy array; it reads the parameters where they are."""
-    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-        layers = [in_numpy(layer) for layer in module]
+def numpy_function(module):
+    """`module`, on the CPU, as a function of a NumPy array, (batch, inputs), that reads the weights where they are.
 
-        def sequential(x):
-            for layer in layers:
-                x = layer(x)
+    For a few rows of a small network torch takes tens of microseconds, almost all of them before it computes anything,
+    and NumPy a few. What is not listed here is called in torch.
+    """
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        functions = [numpy_function(layer) for layer in module]
+
+        def sequence(x):
+            for function in functions:
+                x = function(x)
             return x
 
-        return sequential
+        return sequence
     if type(module) is nn.Linear and module.bias is not None:
-        weight, bias = module.weight.numpy().T, module.bias.numpy()[None]
+        weight, bias = module.weight.detach().numpy().T, module.bias.detach().numpy()[None]
         return lambda x: x.dot(weight) + bias
-    if type(module) is nn.ReLU:
-        return partial(np.maximum, np.zeros((), np.float32))  # a Python 0 would be converted at each call
     if type(module) is nn.Tanh:
         return np.tanh
-    return lambda x: module(torch.from_numpy(x)).numpy()  # any other in torch, which is slower
+    if type(module) is nn.ReLU:
+        return partial(np.maximum, np.zeros((), np.float32))  # a Python 0 would be converted at each call
+    return lambda x: module(torch.from_numpy(x)).detach().numpy()
 
 
 def needed_guards(guards):
@@ -377,7 +381,7 @@ class Adam:
         ones1, ones2 = self.ones.unbind()
         root = ones2.sqrt()
         denominator = torch._foreach_sqrt(self.v)
-        torch._foreach_add_(denominator, (self.eps * root).float())
+        torch._foreach_add_(denominator, (self.eps * root).float(), alpha=1)  # without `alpha` the host would wait
         torch._foreach_mul_(denominator, (ones1 / (self.lr * root)).float())
         torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
 
@@ -386,7 +390,7 @@ class Adam:
         return {"m": self.m, "v": self.v, "ones": self.ones}
 
 
-class ReplayBuffer:
+class BlockReplayBuffer:
     """Transitions on the device, one row each; the newest overwrite the oldest. Nothing here waits for the device."""
 
     def __init__(self, size, width, device):
@@ -430,7 +434,7 @@ def train(args):
     if args.cudagraphs and device.type == "cpu":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
         args.cudagraphs = False
-    envs = make_envs(args, folder)
+    envs = DirectEnvs(make_envs(args, folder))
     learner = DQN(args, envs, device)
     with Run(args, folder, envs, learner) as run:
         obs, _ = envs.reset(seed=args.seed + run.step)
@@ -452,18 +456,20 @@ def train(args):
                 run.log(learner.losses())
 
 
-class DirectEnvs(SyncVectorEnv):
-    """A SyncVectorEnv whose `step` does nothing else: gymnasium's own work can take longer than the environments."""
+class DirectEnvs(gym.vector.VectorWrapper):
+    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do.
+
+    No autoreset, and no infos.
+    """
 
     def step(self, actions):
-        """Step each environment; `actions` are NumPy, (num_envs, ...). Infos are left out."""
-        rewards = np.empty(self.num_envs)
-        terminated = np.empty(self.num_envs, bool)
-        truncated = np.empty(self.num_envs, bool)
-        for i, env in enumerate(self.envs):
-            self._env_obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
-        obs = np.array(self._env_obs, self.observation_space.dtype)
-        return obs, rewards, terminated, truncated, {}
+        obs = self.env._env_obs  # where `reset` finds those of the environments that it does not reset
+        rewards = np.empty(len(obs))
+        terminated = np.empty(len(obs), bool)
+        truncated = np.empty(len(obs), bool)
+        for i, env in enumerate(self.env.envs):
+            obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+        return np.array(obs), rewards, terminated, truncated, {}
 
 
 def make_envs(args, folder):
@@ -479,7 +485,7 @@ def make_envs(args, folder):
 
     try:
         functions = [partial(make_env, index) for index in range(args.num_envs)]
-        envs = DirectEnvs(functions, autoreset_mode=AutoresetMode.DISABLED)
+        envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError) as error:
         refuse("env_id", args.env_id, error)
     observations, actions = envs.single_observation_space, envs.single_action_space
@@ -530,25 +536,30 @@ def prepare(args):
     return device, Path(args.run_dir) / name.replace("/", "_")
 
 
-def load_checkpoint(path):
+def load_checkpoint(resume):
     """What a run's `save` wrote to this folder or file, on the CPU."""
-    path = Path(path)
+    path = Path(resume)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
     try:
-        file = path / "checkpoint.pt" if path.is_dir() else path
-        return dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
-        refuse("resume", path, f"give the folder of a run with an intact checkpoint.pt ({error})")
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def replace_file(path, write):
     """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"could not write {path}: is the disk full?") from error
 
 
 class ProgressBar(tqdm):
@@ -670,8 +681,8 @@ class Run:
         """Write checkpoint.pt and policy.pt2."""
         state = self.learner.state_dict()
         floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-        if not all(tensor.isfinite().all() for tensor in floats):
-            self.end_at_nan("the checkpoint would hold a number that is not finite")
+        if any(tensor.isnan().any() for tensor in floats):
+            self.end_at_nan("the checkpoint would hold NaN")
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
         checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
@@ -688,14 +699,15 @@ class Run:
                 self.save()
         finally:
             results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
-            results["episodic_return"] = float(np.mean(self.recent_returns)) if self.recent_returns else None
+            finite = [value for value in self.recent_returns if math.isfinite(value)]
+            results["episodic_return"] = float(np.mean(finite)) if finite else None
             (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
             self.envs.close()
             self.writer.close()
             self.bar.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
-        if self.signal is not None and kind is not SystemExit:
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
             raise SystemExit(128 + self.signal)
 
 
