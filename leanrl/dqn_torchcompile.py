@@ -439,7 +439,7 @@ def train(args):
             ended = terminated | truncated
             obs = next_obs
             if any(ended):
-                obs, _ = envs.reset(options={"reset_mask": ended})
+                obs = envs.restart(ended)
             run.advance(rewards, ended)
             if run.step > args.learning_starts:
                 for _ in range(times_due(args.train_frequency, run.step, args.num_envs)):
@@ -451,19 +451,23 @@ def train(args):
 
 
 class DirectEnvs(gym.vector.VectorWrapper):
-    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do.
-
-    No autoreset, and no infos.
-    """
+    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do."""
 
     def step(self, actions):
-        obs = self.env._env_obs  # where `reset` finds those of the environments that it does not reset
-        rewards = np.empty(len(obs))
-        terminated = np.empty(len(obs), bool)
-        truncated = np.empty(len(obs), bool)
+        """As in gymnasium, without infos; where an episode has ended, call `restart`."""
+        self.obs = [None] * len(actions)
+        rewards = np.empty(len(actions))
+        terminated = np.empty(len(actions), bool)
+        truncated = np.empty(len(actions), bool)
         for i, env in enumerate(self.env.envs):
-            obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
-        return np.array(obs), rewards, terminated, truncated, {}
+            self.obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+        return np.array(self.obs), rewards, terminated, truncated, {}
+
+    def restart(self, ended):
+        """Reset the environments where `ended`, (num_envs,); returns the observations of all."""
+        for i in ended.nonzero()[0]:
+            self.obs[i], _ = self.env.envs[i].reset()
+        return np.array(self.obs)
 
 
 def make_envs(args, folder):
