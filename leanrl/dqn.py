@@ -242,6 +242,7 @@ def train(args):
     """Train an agent."""
     device, folder = prepare(args)
     envs = make_envs(args, folder)
+    require_discrete_actions(args, envs)
     learner = DQN(args, envs, device)
     with Run(args, folder, envs, learner) as run:
         obs, _ = envs.reset(seed=args.seed + run.step)
@@ -279,12 +280,17 @@ def make_envs(args, folder):
         envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError) as error:
         refuse("env_id", args.env_id, error)
-    observations, actions = envs.single_observation_space, envs.single_action_space
-    if len(observations.shape) != 1:
-        refuse("env_id", args.env_id, f"observations must be vectors, not {observations}")
-    if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
-        refuse("env_id", args.env_id, f"actions must be discrete and count from 0, not {actions}")
+    space = envs.single_observation_space
+    if len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
     return envs
+
+
+def require_discrete_actions(args, envs):
+    """Refuse actions that are not the numbers from 0 up."""
+    space = envs.single_action_space
+    if not isinstance(space, gym.spaces.Discrete) or space.start != 0:
+        refuse("env_id", args.env_id, f"actions must be discrete and count from 0, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -376,7 +376,8 @@ class BlockReplayBuffer:
         if self.collected == len(self.host_rows):
             self.send()
             self.store()
-        self.block_sent.synchronize()
+        if self.collected == 0:
+            self.block_sent.synchronize()
         rows = self.host_rows[self.collected : self.collected + len(obs)]
         columns = (obs, next_obs, actions[:, None], rewards[:, None], terminated[:, None])
         np.concatenate(columns, 1, rows, casting="unsafe")
@@ -429,6 +430,7 @@ def train(args):
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
         args.cudagraphs = False
     envs = DirectEnvs(make_envs(args, folder))
+    require_discrete_actions(args, envs)
     learner = DQN(args, envs, device)
     with Run(args, folder, envs, learner) as run:
         obs, _ = envs.reset(seed=args.seed + run.step)
@@ -486,12 +488,17 @@ def make_envs(args, folder):
         envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError) as error:
         refuse("env_id", args.env_id, error)
-    observations, actions = envs.single_observation_space, envs.single_action_space
-    if len(observations.shape) != 1:
-        refuse("env_id", args.env_id, f"observations must be vectors, not {observations}")
-    if not isinstance(actions, gym.spaces.Discrete) or actions.start != 0:
-        refuse("env_id", args.env_id, f"actions must be discrete and count from 0, not {actions}")
+    space = envs.single_observation_space
+    if len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
     return envs
+
+
+def require_discrete_actions(args, envs):
+    """Refuse actions that are not the numbers from 0 up."""
+    space = envs.single_action_space
+    if not isinstance(space, gym.spaces.Discrete) or space.start != 0:
+        refuse("env_id", args.env_id, f"actions must be discrete and count from 0, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
