@@ -252,7 +252,7 @@ def train(args):
             learner.replay.store(obs=obs, next_obs=next_obs, actions=actions, rewards=rewards, terminated=terminated)
             ended = terminated | truncated
             obs = next_obs
-            if ended.any():
+            if any(ended):
                 obs, _ = envs.reset(options={"reset_mask": ended})
             run.advance(rewards, ended)
             if run.step > args.learning_starts:
