@@ -134,8 +134,6 @@ class PPO:
         num_actions = int(envs.single_action_space.n)
         with device:
             self.agent = Agent(num_actions)
-        if device.type == "cpu" or args.matmul_precision != "highest":
-            self.agent.to(memory_format=torch.channels_last)  # CPUs and tensor cores convolve faster so
         self.optimizer = ClippedAdam(self.agent.parameters(), args.learning_rate, args.max_grad_norm)
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm", "explained_variance")
         self.scalars = {name: torch.zeros((), device=device) for name in names}
