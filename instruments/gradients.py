@@ -8,7 +8,8 @@ from collections import Counter, deque
 import torch
 from tqdm import tqdm
 
-from instruments.instrument import Instrument, Pace, refuse_population
+from common.scripts import refuse_population
+from instruments.instrument import Instrument, Pace
 
 HISTORY = 100  # looks that say what norm is usual; so many, that slow growth is seen too
 EXPLODES = 1000.0  # times the usual norm

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import tyro
 
-from instruments.instrument import note, refuse, refuse_population
+from common.arguments import note, stop
+from common.scripts import refuse_population, train
 
 GAMMA = 0.5  # small, so that bootstrapped values converge soon
 SETTINGS = {  # for scripts that have these flags
@@ -210,7 +211,7 @@ def find(script, args, probe, discrete):
     if getattr(args, "compile", False):
         torch.compiler.reset()  # what is compiled is not guarded against another learner
     try:
-        script.train(args, on_start=start)
+        train(script, args, start)
     except SystemExit as stop:
         if not str(stop.code).startswith("error: step"):
             raise
@@ -230,7 +231,7 @@ def line(probe, found):
 def main(path, script, words):
     """Probe a script, the module loaded from `path`, with the flags `words`."""
     if hasattr(script, "make_games"):
-        refuse(f"probe {path}: it plays Atari games, which have no known answers; give a script for vectors")
+        stop(f"probe {path}: it plays Atari games, which have no known answers; give a script for vectors")
     refuse_population(f"probe {path}", script)
     discrete = hasattr(script, "require_discrete_actions")
     flags = {field.name for field in dataclasses.fields(script.Args)}
