@@ -62,7 +62,7 @@ class Args:
     ent_coef: float = 0.01  # coefficient of the entropy in the loss
     vf_coef: float = 0.5  # coefficient of the value loss
     max_grad_norm: float = 0.5  # largest norm of a gradient, which is scaled down to it
-    target_kl: float | None = None  # end an iteration after the epoch with more approximate KL divergence than this
+    target_kl: float | None = None  # end an iteration after the epoch whose approximate KL divergence exceeds this
     cuda: bool = True  # use a CUDA device if there is one
     threads: int = 0  # CPU threads of torch (0: torch's default)
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
@@ -130,38 +130,36 @@ class PPO:
         self.obs_shape = envs.single_observation_space.shape
         with device:
             self.agent = Agent(envs.single_action_space.n)
-        self.optimizer = torch.optim.Adam(self.agent.parameters(), lr=args.learning_rate, eps=1e-5)
+        self.networks = {"agent": self.agent}
+        self.optimizers = {"agent": torch.optim.Adam(self.agent.parameters(), lr=args.learning_rate, eps=1e-5)}
         self.updates = 0
         self.last_losses = {}
 
+        require_memory("num_steps", args.num_steps, envs.num_envs * math.prod(self.obs_shape), device)
         steps = (args.num_steps, envs.num_envs)
         names = ("log_prob", "values", "rewards", "terminated", "ended", "valid")
         self.rollout = {name: torch.zeros(steps, device=device) for name in names}
         self.rollout["actions"] = torch.zeros(steps, dtype=torch.int64, device=device)
         self.rollout["obs"] = torch.zeros(*steps, *self.obs_shape, dtype=torch.uint8, device=device)
-        self.batch_size = math.prod(steps)
-        self.minibatch_size, rest = divmod(self.batch_size, args.num_minibatches)
-        if rest:
-            refuse("num_minibatches", args.num_minibatches, f"give a divisor of a batch's {self.batch_size} steps")
 
     @torch.no_grad()
     def make_batch(self, last_obs):
-        """The rollout's transitions with their advantages and returns, by name, (batch, ...).
+        """The rollout's transitions with their advantages and returns, by name, (num_steps * num_envs, ...).
 
         A step leads to the observation of the next one, also where it ends an episode: only the next step starts a new
         episode. `last_obs`, NumPy, (num_envs, 4, 84, 84), are what the last step led to.
         """
         rollout = self.rollout
-        _, last_values = self.agent.logits_and_values(torch.as_tensor(last_obs, device=self.device))
-        next_values = torch.cat((rollout["values"][1:], last_values[None]))
 
         # GAE (arXiv:1506.02438, eq. 16)
-        errors = rollout["rewards"] + self.args.gamma * (1 - rollout["terminated"]) * next_values - rollout["values"]
+        _, last_values = self.agent.logits_and_values(torch.as_tensor(last_obs, device=self.device))
+        next_values = torch.cat((rollout["values"][1:], last_values[None])) * (1 - rollout["terminated"])
+        deltas = rollout["rewards"] + self.args.gamma * next_values - rollout["values"]
         decay = self.args.gamma * self.args.gae_lambda * (1 - rollout["ended"])
-        advantages = torch.zeros_like(errors)
+        advantages = torch.zeros_like(deltas)
         advantage = 0
         for t in reversed(range(self.args.num_steps)):
-            advantage = errors[t] + decay[t] * advantage
+            advantage = deltas[t] + decay[t] * advantage
             advantages[t] = advantage
 
         batch = {name: rollout[name] for name in ("obs", "actions", "log_prob", "values", "valid")}
@@ -169,7 +167,7 @@ class PPO:
         return {name: column.flatten(0, 1) for name, column in batch.items()}
 
     def loss(self, rows):
-        """Policy loss, value loss, entropy and the log of the probability ratio, (minibatch,), for rows of a batch."""
+        """Policy loss, value loss, entropy and the log of the probability ratio, (batch,), for rows of a batch."""
         clip = self.args.clip_coef
         valid = rows["valid"]
         logits, values = self.agent.logits_and_values(rows["obs"])
@@ -199,10 +197,10 @@ class PPO:
         """One step of Adam; returns losses and statistics from before it, by name."""
         policy_loss, value_loss, entropy, log_ratio = self.loss(rows)
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
-        self.optimizer.zero_grad()
+        self.optimizers["agent"].zero_grad()
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm)
-        self.optimizer.step()
+        self.optimizers["agent"].step()
 
         log_ratio = log_ratio.detach()
         ratio = log_ratio.exp()
@@ -218,14 +216,15 @@ class PPO:
 
     def learn_epoch(self, batch):
         """All of `batch` once, in minibatches drawn without replacement; returns the means of their losses."""
+        order = torch.randperm(len(batch["obs"]), device=self.device)
         losses = []
-        for rows in torch.randperm(self.batch_size, device=self.device).split(self.minibatch_size):
+        for rows in order.chunk(self.args.num_minibatches):
             losses.append(self.update_minibatch({name: column[rows] for name, column in batch.items()}))
         return {name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]}
 
     def update(self, learning_rate, last_obs):
         """All epochs over the rollout; `last_obs`, NumPy, (num_envs, 4, 84, 84), are what its last step led to."""
-        self.optimizer.param_groups[0]["lr"] = learning_rate
+        self.optimizers["agent"].param_groups[0]["lr"] = learning_rate
         batch = self.make_batch(last_obs)
         for _ in range(self.args.update_epochs):
             self.last_losses = self.learn_epoch(batch)
@@ -265,8 +264,8 @@ class PPO:
     def state_dict(self):
         """What the learner needs to continue bit for bit, on the CPU or on the device."""
         return {
-            "networks": {"agent": self.agent.state_dict()},
-            "optimizers": {"agent": self.optimizer.state_dict()},
+            "networks": {name: network.state_dict() for name, network in self.networks.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "updates": self.updates,
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all()[:1],  # of the device in use
@@ -274,8 +273,10 @@ class PPO:
 
     def load_state_dict(self, state):
         """Continue from what `state_dict` returned."""
-        self.agent.load_state_dict(state["networks"]["agent"])
-        self.optimizer.load_state_dict(state["optimizers"]["agent"])
+        for name, network in self.networks.items():
+            network.load_state_dict(state["networks"][name])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
         self.updates = state["updates"]
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
@@ -295,7 +296,8 @@ def masked_variance(values, valid):
 def train(args):
     """Train an agent."""
     device, folder = prepare(args)
-    envs = make_envs(args, folder)
+    check_minibatches(args)
+    envs = make_games(args, folder)
     learner = PPO(args, envs, device)
     with Run(args, folder, envs, learner) as run:
         obs, _ = envs.reset()
@@ -310,6 +312,15 @@ def train(args):
                 run.advance(infos["raw_rewards"], infos["game_ended"])
             learner.update(learning_rate, obs)
             run.log(learner.losses())
+
+
+def check_minibatches(args):
+    """Refuse sizes that do not fit together."""
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+        refuse(
+            "num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch_size}, below it"
+        )
 
 
 class AtariEnvs(gym.vector.VectorEnv):
@@ -352,13 +363,22 @@ class AtariEnvs(gym.vector.VectorEnv):
         return list(self.pool.render(env_ids=np.arange(self.num_envs)))
 
 
+def require_memory(name, value, bytes_each, device):
+    """Refuse an argument, the number of things of `bytes_each`, if these do not fit into the memory of `device`."""
+    if device.type == "cuda":
+        memory, _ = torch.cuda.mem_get_info()
+    elif hasattr(os, "sysconf"):  # not on Windows
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    room = memory - 2 * 2**30  # the rest is for networks, batches and libraries
+    if value * bytes_each > room:
+        refuse(name, value, f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
+
+
 def make_pool(args, seed):
     """`num_envs` games in envpool, which steps them in threads."""
-    needed = args.num_envs * (1_300_000 + args.num_steps * 4 * 84 * 84)  # bytes of the games and of a rollout
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > memory:
-        remedy = f"lower it or --num-steps: {needed / 1e9:.0f} GB are needed, and this machine has {memory / 1e9:.0f}"
-        refuse("num_envs", args.num_envs, remedy)
+    require_memory("num_envs", args.num_envs, 1_300_000, torch.device("cpu"))
     try:
         return envpool.make(
             args.env_id,
@@ -373,7 +393,7 @@ def make_pool(args, seed):
         refuse("env_id", args.env_id, f"name an Atari game of envpool, such as Breakout-v5 ({error})")
 
 
-def make_envs(args, folder):
+def make_games(args, folder):
     """`num_envs` games that step together; videos of the first one go to `folder`."""
     seed = args.seed
     if args.resume is not None:
@@ -424,25 +444,30 @@ def prepare(args):
     return device, Path(args.run_dir) / name.replace("/", "_")
 
 
-def load_checkpoint(path):
+def load_checkpoint(resume):
     """What a run's `save` wrote to this folder or file, on the CPU."""
-    path = Path(path)
+    path = Path(resume)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
     try:
-        file = path / "checkpoint.pt" if path.is_dir() else path
-        return dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
-        refuse("resume", path, f"give the folder of a run with an intact checkpoint.pt ({error})")
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def replace_file(path, write):
     """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"could not write {path}: is the disk full?") from error
 
 
 class ProgressBar(tqdm):
@@ -564,8 +589,8 @@ class Run:
         """Write checkpoint.pt and policy.pt2."""
         state = self.learner.state_dict()
         floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-        if not all(tensor.isfinite().all() for tensor in floats):
-            self.end_at_nan("the checkpoint would hold a number that is not finite")
+        if any(tensor.isnan().any() for tensor in floats):
+            self.end_at_nan("the checkpoint would hold NaN")
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
         checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
@@ -582,14 +607,15 @@ class Run:
                 self.save()
         finally:
             results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
-            results["episodic_return"] = float(np.mean(self.recent_returns)) if self.recent_returns else None
+            finite = [value for value in self.recent_returns if math.isfinite(value)]
+            results["episodic_return"] = float(np.mean(finite)) if finite else None
             (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
             self.envs.close()
             self.writer.close()
             self.bar.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
-        if self.signal is not None and kind is not SystemExit:
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
             raise SystemExit(128 + self.signal)
 
 

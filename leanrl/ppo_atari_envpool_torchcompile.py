@@ -61,7 +61,7 @@ class Args:
     ent_coef: float = 0.01  # coefficient of the entropy in the loss
     vf_coef: float = 0.5  # coefficient of the value loss
     max_grad_norm: float = 0.5  # largest norm of a gradient, which is scaled down to it
-    target_kl: float | None = None  # end an iteration after the epoch with more approximate KL divergence than this
+    target_kl: float | None = None  # end an iteration after the epoch whose approximate KL divergence exceeds this
 
     compile: bool = False  # compile acting and the updates with torch.compile
     cudagraphs: bool = False  # replay acting and the updates as CUDA graphs
@@ -134,12 +134,13 @@ class PPO:
         num_actions = int(envs.single_action_space.n)
         with device:
             self.agent = Agent(num_actions)
-        self.optimizer = ClippedAdam(self.agent.parameters(), args.learning_rate, args.max_grad_norm)
-        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm", "explained_variance")
+        self.optimizers = {"agent": ClippedAdam(self.agent.parameters(), args.learning_rate, args.max_grad_norm)}
+        names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance", "grad_norm")
         self.scalars = {name: torch.zeros((), device=device) for name in names}
         self.updates = 0
 
         # the rollout on the host, as the environments fill it, and on the device, as the agent does
+        require_memory("num_steps", args.num_steps, envs.num_envs * math.prod(self.obs_shape), device)
         steps = (args.num_steps, envs.num_envs)
         on_cuda = device.type == "cuda"
         self.host_rollout = {name: torch.zeros(steps, pin_memory=on_cuda) for name in OUTCOMES}
@@ -156,15 +157,11 @@ class PPO:
         self.actions = self.host_actions.to(device)
         self.actions_arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
 
-        # learning: a row per transition, and the rows of a minibatch
-        names = ("obs", "actions", "log_prob", "values", "valid")
-        self.batch = {name: self.rollout[name].flatten(0, 1) for name in names}
-        self.batch |= {name: torch.zeros(math.prod(steps), device=device) for name in ("advantages", "returns")}
+        # learning: the rollout with a row per transition, and the rows of a minibatch
         self.batch_size = math.prod(steps)
-        minibatch_size, rest = divmod(self.batch_size, args.num_minibatches)
-        if rest:
-            refuse("num_minibatches", args.num_minibatches, f"give a divisor of a batch's {self.batch_size} steps")
-        self.rows = torch.zeros(minibatch_size, dtype=torch.int64, device=device)
+        self.batch = {name: self.rollout[name].flatten(0, 1) for name in ("obs", "actions", *DECISIONS, "valid")}
+        self.batch |= {name: torch.zeros(self.batch_size, device=device) for name in ("advantages", "returns")}
+        self.rows = torch.zeros(self.batch_size // args.num_minibatches, dtype=torch.int64, device=device)
 
         self.decide = self.fast(self.decide)
         self.update_minibatch = self.fast(self.update_minibatch)
@@ -177,15 +174,18 @@ class PPO:
         episode.
         """
         rollout = self.rollout
+
+        # GAE (arXiv:1506.02438, eq. 16)
         _, last_values = self.agent.logits_and_values(rollout["obs"][-1])
-        next_values = torch.cat((rollout["values"][1:], last_values[None]))
-        outcomes = (rollout["rewards"], rollout["terminated"], rollout["ended"])
-        advantages = gae(rollout["values"], next_values, *outcomes, self.args.gamma, self.args.gae_lambda)
+        next_values = torch.cat((rollout["values"][1:], last_values[None])) * (1 - rollout["terminated"])
+        deltas = rollout["rewards"] + self.args.gamma * next_values - rollout["values"]
+        advantages = gae(deltas, self.args.gamma * self.args.gae_lambda * (1 - rollout["ended"]))
+
         self.batch["advantages"].copy_(advantages.flatten())
         self.batch["returns"].copy_((advantages + rollout["values"]).flatten())
 
     def loss(self, rows):
-        """Policy loss, value loss, entropy and the log of the probability ratio, (minibatch,), for rows of a batch."""
+        """Policy loss, value loss, entropy and the log of the probability ratio, (batch,), for rows of a batch."""
         clip = self.args.clip_coef
         valid = rows["valid"]
         logits, values = self.agent.logits_and_values(rows["obs"])
@@ -217,7 +217,7 @@ class PPO:
         rows = {name: column[self.rows] for name, column in self.batch.items()}
         policy_loss, value_loss, entropy, log_ratio = self.loss(rows)
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
-        grad_norm = self.optimizer.step(loss)
+        grad_norm = self.optimizers["agent"].step(loss)
 
         ratio = log_ratio.exp()
         clipped = ((ratio - 1).abs() > self.args.clip_coef).float()
@@ -235,13 +235,13 @@ class PPO:
         for scalar in self.scalars.values():
             scalar.zero_()
         order = torch.rand(self.batch_size, device=self.device).argsort()
-        for rows in order.split(len(self.rows)):
+        for rows in order.chunk(self.args.num_minibatches):
             self.rows.copy_(rows)
             self.update_minibatch()
 
     def update(self, learning_rate, last_obs):
         """Launch all updates of an iteration; `last_obs`, (num_envs, 4, 84, 84), are what its last step led to."""
-        self.optimizer.lr.fill_(learning_rate)
+        self.optimizers["agent"].lr.fill_(learning_rate)
         self.write_obs(self.args.num_steps, last_obs)
         for name in OUTCOMES:
             self.rollout[name].copy_(self.host_rollout[name], non_blocking=True)
@@ -319,7 +319,8 @@ class PPO:
 
     def tensors(self):
         """Every tensor that updates change. What is missing here is not saved."""
-        return {"networks": {"agent": self.agent.state_dict()}, "optimizers": {"agent": self.optimizer.tensors()}}
+        optimizers = {name: optimizer.tensors() for name, optimizer in self.optimizers.items()}
+        return {"networks": {"agent": self.agent.state_dict()}, "optimizers": optimizers}
 
     def state_dict(self):
         """What the learner needs to continue bit for bit."""
@@ -338,18 +339,17 @@ class PPO:
         torch.cuda.set_rng_state_all(state["cuda_rng"])
 
 
-def gae(values, next_values, rewards, terminated, ended, gamma, gae_lambda):
-    """Generalized advantage estimation (arXiv:1506.02438, eq. 16); all tensors are (num_steps, num_envs).
+def gae(deltas, decay):
+    """Advantages, A_t = delta_t + decay_t A_{t+1}; all are (num_steps, ...).
 
-    It solves the recurrence A_t = delta_t + decay_t A_{t+1} by doubling: after k rounds A_t covers 2**k steps.
+    By doubling: after k rounds A_t covers 2**k steps.
     """
-    advantages = rewards + gamma * (1 - terminated) * next_values - values
-    decay = gamma * gae_lambda * (1 - ended)
+    advantages = deltas
     covered = 1
-    while covered < len(rewards):
-        following = decay[: len(rewards) - covered] * advantages[covered:]
+    while covered < len(deltas):
+        following = decay[:-covered] * advantages[covered:]
         advantages = torch.cat((advantages[:-covered] + following, advantages[-covered:]))
-        decay = decay[:-covered] * decay[covered:]
+        decay = torch.cat((decay[:-covered] * decay[covered:], torch.zeros_like(decay[-covered:])))
         covered *= 2
     return advantages
 
@@ -362,17 +362,16 @@ def needed_guards(guards):
 
 
 class ClippedAdam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) that scales gradients down to the norm `max_norm`.
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) with clipped gradients, which can be part of a compiled function.
 
-    It can be part of a compiled function, as torch.optim cannot. To change the learning rate at any time, fill the
-    tensor `lr`.
+    torch.optim's cannot. To change the learning rate at any time, fill the tensor `lr`.
     """
 
     beta1, beta2, eps = 0.9, 0.999, 1e-5
 
-    def __init__(self, weights, lr, max_norm):
+    def __init__(self, weights, lr, max_grad_norm):
         self.weights = list(weights)
-        self.max_norm = max_norm
+        self.max_grad_norm = max_grad_norm
         self.m = [torch.zeros_like(w) for w in self.weights]
         self.v = [torch.zeros_like(w) for w in self.weights]
         device = self.weights[0].device
@@ -382,10 +381,10 @@ class ClippedAdam:
 
     @torch.no_grad()
     def step(self, loss):
-        """Move the weights one step against the gradient of `loss`, in place; returns its norm."""
+        """Move the weights one step against the gradient of `loss`, in place; returns its norm before clipping."""
         gradients = torch.autograd.grad(loss, self.weights)
-        norm = torch.nn.utils.get_total_norm(gradients)
-        gradients = torch._foreach_mul(gradients, (self.max_norm / (norm + 1e-6)).clamp(max=1))
+        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
+        gradients = torch._foreach_mul(gradients, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
         torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
         torch._foreach_mul_(self.v, self.beta2)
@@ -395,7 +394,7 @@ class ClippedAdam:
         ones1, ones2 = self.ones.unbind()
         root = ones2.sqrt()
         denominator = torch._foreach_sqrt(self.v)
-        torch._foreach_add_(denominator, (self.eps * root).float())
+        torch._foreach_add_(denominator, (self.eps * root).float(), alpha=1)  # without `alpha` the host would wait
         torch._foreach_mul_(denominator, (ones1 / (self.lr * root)).float())
         torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
         return norm
@@ -433,7 +432,8 @@ def train(args):
     if args.cudagraphs and device.type == "cpu":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
         args.cudagraphs = False
-    envs = make_envs(args, folder)
+    check_minibatches(args)
+    envs = make_games(args, folder)
     learner = PPO(args, envs, device)
     with Run(args, folder, envs, learner) as run:
         obs, _ = envs.reset()
@@ -448,6 +448,15 @@ def train(args):
                 run.advance(infos["raw_rewards"], infos["game_ended"])
             learner.update(learning_rate, obs)
             run.log(learner.losses())
+
+
+def check_minibatches(args):
+    """Refuse sizes that do not fit together."""
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+        refuse(
+            "num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch_size}, below it"
+        )
 
 
 class AtariEnvs(gym.vector.VectorEnv):
@@ -490,13 +499,22 @@ class AtariEnvs(gym.vector.VectorEnv):
         return list(self.pool.render(env_ids=np.arange(self.num_envs)))
 
 
+def require_memory(name, value, bytes_each, device):
+    """Refuse an argument, the number of things of `bytes_each`, if these do not fit into the memory of `device`."""
+    if device.type == "cuda":
+        memory, _ = torch.cuda.mem_get_info()
+    elif hasattr(os, "sysconf"):  # not on Windows
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    room = memory - 2 * 2**30  # the rest is for networks, batches and libraries
+    if value * bytes_each > room:
+        refuse(name, value, f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
+
+
 def make_pool(args, seed):
     """`num_envs` games in envpool, which steps them in threads."""
-    needed = args.num_envs * (1_300_000 + args.num_steps * 4 * 84 * 84)  # bytes of the games and of a rollout
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > memory:
-        remedy = f"lower it or --num-steps: {needed / 1e9:.0f} GB are needed, and this machine has {memory / 1e9:.0f}"
-        refuse("num_envs", args.num_envs, remedy)
+    require_memory("num_envs", args.num_envs, 1_300_000, torch.device("cpu"))
     try:
         return envpool.make(
             args.env_id,
@@ -511,7 +529,7 @@ def make_pool(args, seed):
         refuse("env_id", args.env_id, f"name an Atari game of envpool, such as Breakout-v5 ({error})")
 
 
-def make_envs(args, folder):
+def make_games(args, folder):
     """`num_envs` games that step together; videos of the first one go to `folder`."""
     seed = args.seed
     if args.resume is not None:
@@ -562,25 +580,30 @@ def prepare(args):
     return device, Path(args.run_dir) / name.replace("/", "_")
 
 
-def load_checkpoint(path):
+def load_checkpoint(resume):
     """What a run's `save` wrote to this folder or file, on the CPU."""
-    path = Path(path)
+    path = Path(resume)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
     try:
-        file = path / "checkpoint.pt" if path.is_dir() else path
-        return dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
-        refuse("resume", path, f"give the folder of a run with an intact checkpoint.pt ({error})")
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def replace_file(path, write):
     """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"could not write {path}: is the disk full?") from error
 
 
 class ProgressBar(tqdm):
@@ -702,8 +725,8 @@ class Run:
         """Write checkpoint.pt and policy.pt2."""
         state = self.learner.state_dict()
         floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-        if not all(tensor.isfinite().all() for tensor in floats):
-            self.end_at_nan("the checkpoint would hold a number that is not finite")
+        if any(tensor.isnan().any() for tensor in floats):
+            self.end_at_nan("the checkpoint would hold NaN")
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
         checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
@@ -720,14 +743,15 @@ class Run:
                 self.save()
         finally:
             results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
-            results["episodic_return"] = float(np.mean(self.recent_returns)) if self.recent_returns else None
+            finite = [value for value in self.recent_returns if math.isfinite(value)]
+            results["episodic_return"] = float(np.mean(finite)) if finite else None
             (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
             self.envs.close()
             self.writer.close()
             self.bar.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
-        if self.signal is not None and kind is not SystemExit:
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
             raise SystemExit(128 + self.signal)
 
 
