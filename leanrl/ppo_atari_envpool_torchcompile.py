@@ -38,8 +38,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-OUTCOMES = ("rewards", "terminated", "ended", "valid")  # columns of a rollout that the environments write
-DECISIONS = ("log_prob", "values")  # and, besides actions, that the agent writes
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
 
@@ -139,16 +137,18 @@ class PPO:
         self.scalars = {name: torch.zeros((), device=device) for name in names}
         self.updates = 0
 
-        # the rollout on the host, as the environments fill it, and on the device, as the agent does
+        # the rollout: what the host writes and copies to the device, and what the agent decides there
         require_memory("num_steps", args.num_steps, envs.num_envs * math.prod(self.obs_shape), device)
         steps = (args.num_steps, envs.num_envs)
         on_cuda = device.type == "cuda"
-        self.host_rollout = {name: torch.zeros(steps, pin_memory=on_cuda) for name in OUTCOMES}
         all_obs = (args.num_steps + 1, envs.num_envs, *self.obs_shape)
-        self.host_rollout["obs"] = torch.zeros(all_obs, dtype=torch.uint8, pin_memory=on_cuda)
-        self.rollout = {name: column.to(device) for name, column in self.host_rollout.items()}  # on a CPU the same
-        self.rollout |= {name: torch.zeros(steps, device=device) for name in DECISIONS}
+        self.host_obs = torch.zeros(all_obs, dtype=torch.uint8, pin_memory=on_cuda)
+        outcomes = ("rewards", "terminated", "ended", "valid")
+        self.host_outcomes = {name: torch.zeros(steps, pin_memory=on_cuda) for name in outcomes}
+        self.rollout = {name: column.to(device) for name, column in self.host_outcomes.items()}  # on a CPU the same
+        self.rollout["obs"] = self.host_obs.to(device)
         self.rollout["actions"] = torch.zeros(steps, dtype=torch.int64, device=device)
+        self.rollout |= {name: torch.zeros(steps, device=device) for name in ("log_prob", "values")}
 
         # acting: what it needs besides observations, and what the host waits for
         self.t = torch.zeros(1, dtype=torch.int64, device=device)  # step of the rollout
@@ -159,7 +159,8 @@ class PPO:
 
         # learning: the rollout with a row per transition, and the rows of a minibatch
         self.batch_size = math.prod(steps)
-        self.batch = {name: self.rollout[name].flatten(0, 1) for name in ("obs", "actions", *DECISIONS, "valid")}
+        names = ("obs", "actions", "log_prob", "values", "valid")
+        self.batch = {name: self.rollout[name].flatten(0, 1) for name in names}
         self.batch |= {name: torch.zeros(self.batch_size, device=device) for name in ("advantages", "returns")}
         self.rows = torch.zeros(self.batch_size // args.num_minibatches, dtype=torch.int64, device=device)
 
@@ -243,8 +244,8 @@ class PPO:
         """Launch all updates of an iteration; `last_obs`, (num_envs, 4, 84, 84), are what its last step led to."""
         self.optimizers["agent"].lr.fill_(learning_rate)
         self.write_obs(self.args.num_steps, last_obs)
-        for name in OUTCOMES:
-            self.rollout[name].copy_(self.host_rollout[name], non_blocking=True)
+        for name, column in self.host_outcomes.items():
+            self.rollout[name].copy_(column, non_blocking=True)
         self.make_batch()
         for _ in range(self.args.update_epochs):
             self.learn_epoch()
@@ -281,14 +282,14 @@ class PPO:
 
     def write_obs(self, t, obs):
         """Copy `obs`, NumPy, (num_envs, 4, 84, 84), to step `t` of the rollout."""
-        self.host_rollout["obs"].numpy()[t] = obs
-        self.rollout["obs"][t].copy_(self.host_rollout["obs"][t], non_blocking=True)
+        self.host_obs.numpy()[t] = obs
+        self.rollout["obs"][t].copy_(self.host_obs[t], non_blocking=True)
 
     def record(self, t, rewards, terminated, truncated, is_reset):
         """Note what step `t` led to; all are NumPy, (num_envs,), as `AtariEnvs.step` returns them."""
-        ended = terminated | truncated
-        for name, column in zip(OUTCOMES, (rewards, terminated, ended, ~is_reset), strict=True):
-            self.host_rollout[name].numpy()[t] = column
+        outcomes = {"rewards": rewards, "terminated": terminated, "ended": terminated | truncated, "valid": ~is_reset}
+        for name, column in outcomes.items():
+            self.host_outcomes[name].numpy()[t] = column
 
     def fast(self, function):
         """`function`, which has no arguments and no results, compiled and as a CUDA graph where the flags say so."""
