@@ -353,7 +353,7 @@ class FrameReplay:
         `is_reset` is true where the step reset an environment and ignored the action.
         """
         obs = torch.as_tensor(obs, device=self.device)
-        is_reset = torch.as_tensor(is_reset, dtype=torch.bool, device=self.device)
+        is_reset = torch.as_tensor(is_reset, device=self.device).bool()
         env = torch.arange(self.num_envs, device=self.device)
         number = self.stepped * self.num_envs + env
 
@@ -364,7 +364,7 @@ class FrameReplay:
         step = {"frames": obs[:, -1], "first": self.first}
         step |= {"actions": actions, "rewards": rewards, "terminated": terminated}
         for name, column in self.columns.items():
-            values = torch.as_tensor(step[name], dtype=column.dtype, device=self.device)
+            values = torch.as_tensor(step[name], device=self.device).to(column.dtype)
             column.index_copy_(0, number % self.rows, values)
 
         count = (~is_reset).cumsum(0)
