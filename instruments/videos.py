@@ -4,7 +4,8 @@ import sys
 
 from tqdm import tqdm
 
-from instruments.instrument import Instrument, one_line
+from common.arguments import one_line
+from instruments.instrument import Instrument
 from instruments.playing import acting, make_env, play, record
 
 

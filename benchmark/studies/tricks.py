@@ -5,7 +5,7 @@ What a script learns without a trick is the same up to rounding.
 
 from dataclasses import dataclass
 
-from benchmark import ROOT
+from common import ROOT
 
 EAGER = ("eager", "cudagraphs")  # modes in which nothing is compiled
 COMPILED = ("compile", "compile+cudagraphs")
@@ -221,18 +221,6 @@ TD3 = (
     flat_adam(
         ("Adam(self.actor.weights, args.learning_rate)", "self.actor"),
         ("Adam(self.critics.weights, args.learning_rate)", "self.critics"),
-    ),
-    Trick(
-        "index_select",
-        "DeviceReplayBuffer.sample",
-        "rows of the replay buffer by `index_select`, not by indexing",
-        EAGER,
-        (
-            (
-                "self.rows.index_select(0, (uniform * self.stored.clamp(max=self.size)).long())",
-                "self.rows[(uniform * self.stored.clamp(max=self.size)).long()]",
-            ),
-        ),
     ),
     Trick(
         "compiled_sampling",

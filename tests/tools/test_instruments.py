@@ -79,10 +79,9 @@ def copy(tmp_path):
 
 def train(script, folder, instruments, **flags):
     """Train with instruments; returns the run's folder and, where the run has ended itself, why, else ""."""
-    command.attach(script, instruments)
     end = ""
     try:
-        script.train(script.Args(run_dir=str(folder), **flags))
+        command.train(script, script.Args(run_dir=str(folder), **flags), instruments)
     except SystemExit as stop:
         end = stop.code
     (run,) = folder.glob("*/")
@@ -309,8 +308,7 @@ def test_the_random_baseline_goes_to_bar_file_and_plot(copy, tmp_path, capsys):
         def axhline(self, y, **kwargs):
             axes.append(kwargs | {"y": y})
 
-    events = plots.EventAccumulator(str(run)).Reload()
-    plots.draw_run([Axes()], events, (), "run", "black")
+    plots.draw_run([Axes()], plots.read_events(run), (), "run", "black")
     assert axes[-1]["linestyle"] == "--" and axes[-1]["y"] == np.float32(mean)
 
 
@@ -327,7 +325,6 @@ def test_plots(copy, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         plots.main(plots.Args(runs=(run,), output=tmp_path / "nowhere" / "plot.png"))
     assert stop.value.code == 2 and "give a PNG or SVG file in a folder that exists" in capsys.readouterr().err
-    assert np.allclose(plots.smooth(np.arange(50.0))[[0, 1, 30]], [0, 0.5, 20.5])
 
 
 def test_a_file_asks_for_a_video(copy, tmp_path, capsys):
@@ -467,7 +464,7 @@ def test_order_of_frames():
         (["--dump-frames", "-1", "--", SCRIPT], "--dump-frames -1: give a number from 0"),
         (["--dump-frames", "9", "--", SCRIPT], "--dump-frames 9: HalfCheetah-v5 is not an Atari game"),
         (
-            ["--watch-gradients", "--", "leanrl/ppo_population_torchcompile.py"],
+            ["--watch-gradients", "--", "leanrl/sac_population_torchcompile.py"],
             "--watch-gradients: this script trains a population",
         ),
         (
