@@ -7,9 +7,7 @@ Andy Jones (https://andyljones.com/posts/rl-debugging.html), the sixth truncates
 with the first. The exit code is then 1.
 """
 
-import contextlib
 import dataclasses
-import io
 import math
 import sys
 import tempfile
@@ -224,16 +222,6 @@ def find(script, args, probe, discrete):
     return answers(*learners, probe, discrete)
 
 
-def takes_discrete_actions(script):
-    """Whether the script refuses continuous actions."""
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            script.make_envs(script.Args(env_id=PROBES[0].env_id(discrete=False)), folder=None).close()
-    except SystemExit:
-        return True
-    return False
-
-
 def line(probe, found):
     """Whether the answers are right, and what is printed about them."""
     good = np.allclose(found, probe.expected, rtol=0.05, atol=TOLERANCE[probe.asks])
@@ -247,7 +235,7 @@ def main(path, script, words):
     if hasattr(script, "make_games"):
         stop(f"probe {path}: it plays Atari games, which have no known answers; give a script for vectors")
     refuse_population(f"probe {path}", script)
-    discrete = takes_discrete_actions(script)
+    discrete = hasattr(script, "require_discrete_actions")
     flags = {field.name for field in dataclasses.fields(script.Args)}
     settings = SETTINGS | (ON_POLICY if "num_steps" in flags else OFF_POLICY)
     defaults = script.Args(**{name: value for name, value in settings.items() if name in flags})
