@@ -295,7 +295,7 @@ class PPO:
             options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
         else:
             options["cpp_wrapper"] = True  # kernels are called from C++
-        return torch.compile(function, fullgraph=True, isolate_recompiles=True, options=options)
+        return torch.compile(function, fullgraph=True, options=options)
 
     def captured(self, function):
         """`function`, which has no arguments and no results, as a CUDA graph if --cudagraphs says so."""
@@ -478,8 +478,10 @@ class ClippedAdam:
 
 
 def needed_guards(guards):
-    """Which guards a compiled function checks at each call: those on Python numbers. Tensors stay where they are."""
-    return [guard.guard_type == "CONSTANT_MATCH" for guard in guards]
+    """Which guards a compiled function checks at each call: not those on layers, imported modules and constants."""
+    not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
+    return [keep and keep_too for keep, keep_too in zip(not_layers, not_globals, strict=True)]
 
 
 def load_tensors(tensors, saved):
