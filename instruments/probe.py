@@ -157,8 +157,9 @@ for probe in PROBES:
 def answers(learner, probe, discrete):
     """What the learner has found."""
     obs = torch.tensor(probe.states, dtype=torch.float32)[:, None]
-    actions = learner.policy()(obs)
-    if isinstance(actions, tuple):  # with the state of a memory, which was 0 before
+    policy, (_, *state) = learner.policy()  # the state of a memory, if it has one, is 0 before
+    actions = policy(obs, *(torch.zeros(len(obs), *tensor.shape[1:]) for tensor in state))
+    if isinstance(actions, tuple):
         actions, _ = actions
     if probe.asks == "action":
         found = 2 * actions - 1 if discrete else actions
@@ -183,8 +184,9 @@ def values(learner, obs, actions, steps):
     if hasattr(learner, "q"):
         found = learner.q(obs)
         return (found[0] if isinstance(found, tuple) else found).amax(-1)  # of a network with another head
-    critics = getattr(learner.critics, "members", learner.critics)  # a flat network's, or a list
-    return torch.stack([critic(obs, actions) for critic in critics]).amin(0)
+    if hasattr(learner, "q_values"):
+        return learner.q_values(learner.critics, obs, actions).amin(0)
+    return torch.stack([critic(obs, actions) for critic in learner.critics]).amin(0)
 
 
 def values_with_memory(learner, scaled, steps):
