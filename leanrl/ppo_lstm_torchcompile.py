@@ -229,7 +229,8 @@ class PPO:
         self.before = torch.zeros(args.num_steps, envs.num_envs // args.num_minibatches, HIDDEN, device=device)
         for name in ("decide", "from_obs", "unroll_chunk", "loss"):
             setattr(self, name, self.compiled(getattr(self, name)))
-        self.descend = self.compiled(self.optimizers["agent"].step)
+        optimizer = self.optimizers["agent"]
+        optimizer.descend = self.compiled(optimizer.descend)
         for name in ("decide", "make_batch", "learn"):
             setattr(self, name, self.captured(getattr(self, name)))
 
@@ -319,8 +320,7 @@ class PPO:
         starts, *columns = numbers.unbind(-1)
         states = self.unroll(obs, starts, self.states[0].index_select(0, envs))
         loss, losses = self.loss(states, actions, *columns)
-        gradients = torch.autograd.grad(loss, self.optimizers["agent"].weights)
-        return losses | {"grad_norm": self.descend(gradients)}
+        return losses | {"grad_norm": self.optimizers["agent"].step(loss)}
 
     def learn(self):
         """Pass over the batch once for each of `orders`, in minibatches; store the last pass's mean losses."""
@@ -564,9 +564,13 @@ class ClippedAdam:
         self.betas = torch.tensor((self.beta1, self.beta2), dtype=torch.float64, device=device)
         self.ones = torch.zeros_like(self.betas)  # the same averages as m and v, of ones: they correct the bias
 
+    def step(self, loss):
+        """Move the weights one step against the gradient of `loss`, in place; returns its norm before clipping."""
+        return self.descend(torch.autograd.grad(loss, self.weights))
+
     @torch.no_grad()
-    def step(self, gradients):
-        """Move the weights one step against their gradients, in place; returns the norm of these before clipping."""
+    def descend(self, gradients):
+        """Move the weights one step against `gradients`, in place; returns their norm before clipping."""
         norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
         gradients = torch._foreach_mul(gradients, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1))
         self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
@@ -614,6 +618,7 @@ def train(args):
         args.cudagraphs = False
     envs = DirectEnvs(make_envs(args, folder))
     check_sequences(args)
+    require_actions(args, envs)
     learner = PPO(args, envs, device)
     with Run(args, folder, envs, learner) as run:
         obs, _ = envs.reset(seed=args.seed + run.step)
@@ -660,13 +665,19 @@ def make_envs(args, folder):
         envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError) as error:
         refuse("env_id", args.env_id, error)
-    observations, actions = envs.single_observation_space, envs.single_action_space
-    if len(observations.shape) != 1:
-        refuse("env_id", args.env_id, f"observations must be vectors, not {observations}")
-    discrete = isinstance(actions, gym.spaces.Discrete) and actions.start == 0
-    if not discrete and not (isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1 and actions.is_bounded()):
-        refuse("env_id", args.env_id, f"actions must be bounded vectors or count from 0, not {actions}")
+    space = envs.single_observation_space
+    if len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
     return envs
+
+
+def require_actions(args, envs):
+    """Refuse actions that are neither numbers from 0 up nor vectors of floats with bounds."""
+    space = envs.single_action_space
+    discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
+    bounded = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and space.is_bounded()
+    if not discrete and not (bounded and len(space.shape) == 1):
+        refuse("env_id", args.env_id, f"actions must be bounded vectors of floats or discrete from 0 on, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
