@@ -159,7 +159,8 @@ class PPO:
         self.host_rollout = torch.zeros(args.num_steps, envs.num_envs, sum(self.rollout_widths), pin_memory=on_cuda)
         self.rollout = self.host_rollout.to(device)  # on a CPU the same memory
         columns = [column.numpy() for column in self.host_rollout.split(self.rollout_widths, -1)]
-        self.obs, self.next_obs, self.actions, self.rewards, self.terminated, self.ended = columns
+        self.obs, self.next_obs, self.actions, *scalars = columns
+        self.rewards, self.terminated, self.ended = (scalar[..., 0] for scalar in scalars)
 
         # its transitions, and the minibatch of an update: observations, actions, and four columns of numbers
         self.batch_widths = [obs_dim, act_dim, 1, 1, 1, 1]
@@ -278,9 +279,9 @@ class PPO:
         """
         obs, rewards = self.normalizer.normalize(act_on, rewards, ended)
         self.next_obs[t] = obs if act_on is next_obs else self.normalizer.scale_obs(next_obs)
-        self.rewards[t, :, 0] = rewards
-        self.terminated[t, :, 0] = terminated if self.args.bootstrap_truncation else ended
-        self.ended[t, :, 0] = ended
+        self.rewards[t] = rewards
+        self.terminated[t] = terminated if self.args.bootstrap_truncation else ended
+        self.ended[t] = ended
         return obs
 
     def compiled(self, function):
@@ -376,7 +377,8 @@ def numpy_function(module):
 
         return sequence
     if type(module) is nn.Linear and module.bias is not None:
-        weight, bias = module.weight.detach().numpy().T, module.bias.detach().numpy()
+        weight = module.weight.detach().numpy().T
+        bias = module.bias.detach().numpy()[None]
         return lambda x: x.dot(weight) + bias
     if type(module) is nn.Tanh:
         return np.tanh
@@ -392,10 +394,14 @@ class DirectEnvs(gym.vector.VectorWrapper):
     """
 
     def step(self, actions):
-        steps = [env.step(action) for env, action in zip(self.env.envs, actions, strict=True)]
-        obs, rewards, terminated, truncated, _ = zip(*steps, strict=True)
+        space = self.env.observation_space
+        obs = np.empty(space.shape, space.dtype)
+        rewards = np.empty(len(obs))
+        terminated, truncated = np.empty((2, len(obs)), bool)
+        for i, env in enumerate(self.env.envs):
+            obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
         self.env._env_obs = list(obs)  # where `reset` finds those of the environments that it does not reset
-        return np.array(obs), np.array(rewards), np.array(terminated), np.array(truncated), {}
+        return obs, rewards, terminated, truncated, {}
 
 
 class Normalizer:
