@@ -5,30 +5,34 @@ import functools
 import hashlib
 from datetime import date
 
-from benchmark import ROOT
 from benchmark.algorithms import ALGORITHMS
-from benchmark.report.machine import where
-from benchmark.report.tables import Table
+from common import ROOT
+from common.machine import where
+from common.tables import Table
 
-FOLDERS = ("leanrl", "benchmark/studies/tips")
+FOLDERS = ("leanrl", "benchmark/studies")
 EARLIER = "earlier edition"
 
 
 @functools.cache
 def fingerprint(text):
-    """Of a Python program, without comments, docstrings and blank lines: 12 hexadecimal digits."""
-    lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            for i in range(node.lineno - 1, node.end_lineno):
-                lines[i] = ""
-    code = [uncommented(line) for line in lines]
-    return hashlib.sha256("\n".join(line for line in code if line).encode()).hexdigest()[:12]
+    """Of a Python program, without comments and docstrings: 12 hexadecimal digits."""
+    return hashlib.sha256(repr(code(ast.parse(text))).encode()).hexdigest()[:12]
 
 
-def uncommented(line):
-    """A line without a comment that takes all of it, or follows two spaces, and without space at its end."""
-    return "" if line.lstrip().startswith("#") else line.split("  # ")[0].rstrip()
+def code(node):
+    """A syntax tree as lists that are the same in all versions of Python, which `ast.unparse` is not."""
+    if isinstance(node, list):
+        return [code(one) for one in node if not is_text(one)]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = ((name, code(value)) for name, value in ast.iter_fields(node) if value not in ([], None))
+    return [type(node).__name__, *fields]
+
+
+def is_text(node):
+    """Whether this is a docstring, or a string beside a field."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def today(*paths):
@@ -37,7 +41,7 @@ def today(*paths):
 
 
 def script(name):
-    """The path of the script of leanrl/, or of the tip, of this name; None if there is none any more."""
+    """The path of the script of leanrl/, or of the study, of this name; None if there is none any more."""
     paths = [ROOT / folder / f"{name}.py" for folder in FOLDERS]
     return next((path for path in paths if path.exists()), None)
 

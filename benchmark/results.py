@@ -3,8 +3,8 @@
 import json
 import os
 
-from benchmark import ROOT
-from benchmark.report.machine import machine, slug
+from common import ROOT
+from common.machine import machine, slug
 
 RESULTS = ROOT / "results"
 

@@ -1,1 +1,5 @@
-"""What the tools share; imports none of them."""
+"""What instruments/, launch/ and benchmark/ share. Nothing here imports them."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent

@@ -1,24 +1,93 @@
-"""The scripts of leanrl/ as modules, and the seam through which tools watch a run."""
+"""The scripts of leanrl/ and edited copies of them: loaded as modules, and trained with a tool that watches."""
 
+import contextlib
+import dataclasses
+import importlib.util
 import inspect
 import sys
+from pathlib import Path
 from unittest import mock
+
+from common import ROOT
+from common.arguments import stop
+
+
+def load(script):
+    """The module of a script: of leanrl/ by its name, any other one by its path. It finds what is beside it."""
+    path = Path(script)
+    if path.suffix != ".py":
+        return importlib.import_module(f"leanrl.{script}")
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_given(argument, name):
+    """The module of the script at the path `name`, which a user gave as `argument`."""
+    path = Path(name)
+    if not path.is_file() or path.suffix != ".py":
+        stop(f"{argument} {name}: this is no Python file; give the path of a script")
+    script = load(path)
+    if not hasattr(script, "train") or not hasattr(script, "parse_args"):
+        remedy = "give a script of leanrl/ or an edited copy of one"
+        stop(f"{argument} {name}: it has no `train` and `parse_args`; {remedy}")
+    return script
+
+
+def path_of(name):
+    """The path of a script of leanrl/."""
+    return ROOT / "leanrl" / f"{name}.py"
+
+
+def refuse_population(given, script):
+    """End the program where `script` trains several agents at once; `given` is the argument that asked for it."""
+    if "seeds" in {field.name for field in dataclasses.fields(script.Args)}:
+        stop(f"{given}: this script trains a population; give the script that trains one agent")
 
 
 def train(script, args, on_start=lambda run: None):
     """`script.train(args)`; `on_start` is called with its Run when everything is made, before the first step."""
-    if "on_start" in inspect.signature(script.train).parameters:  # the second edition's seam
-        return script.train(args, on_start=on_start)
+    if "on_start" in inspect.signature(script.train).parameters:  # the second edition
+        script.train(args, on_start=on_start)
+        return
+    name = "Population" if hasattr(script, "Population") else "Run"
 
-    class Watched(script.Run):
+    class Watched(getattr(script, name)):
         def __enter__(self):
-            super().__enter__()
-            try:
+            with contextlib.ExitStack() as ending:
+                ending.push(super().__enter__())  # which ends the run if `on_start` fails
                 on_start(self)
-            except BaseException:
-                self.__exit__(*sys.exc_info())
-                raise
+                ending.pop_all()
             return self
 
-    with mock.patch.object(script, "Run", Watched):
+    with mock.patch.object(script, name, Watched):
         script.train(args)
+
+
+def policy_of(learner):
+    """The deterministic policy as a module on the CPU."""
+    policy = learner.policy()
+    return policy[0] if isinstance(policy, tuple) else policy  # the second edition gives no example of its inputs
+
+
+def optimizers_of(learner):
+    """The optimizers of a learner, by the name of what they optimize."""
+    return learner.optimizers if hasattr(learner, "optimizers") else {"agent": learner.optimizer}
+
+
+def before_each_log(run, function):
+    """Have `function` called before each log of a run, with the losses."""
+    log = run.log
+
+    def call_and_log(losses):
+        function(losses)
+        log(losses)
+
+    run.log = call_and_log
+
+
+class Enough(BaseException):
+    """Ends a run from inside of it, without the checkpoint that it leaves after other errors."""

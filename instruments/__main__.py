@@ -11,16 +11,15 @@ environments with known answers by `python -m instruments probe SCRIPT`.
 
 import sys
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import tyro
 
+from common import scripts
+from common.arguments import refuse, stop
 from instruments import evaluate, probe
 from instruments.baseline import RandomBaseline
 from instruments.frames import FrameDump
 from instruments.gradients import GradientWatch
-from instruments.instrument import load, refuse
 from instruments.profiler import Profile
 from instruments.videos import VideoOnDemand
 
@@ -56,44 +55,27 @@ def chosen(args):
     return instruments
 
 
-def attach(script, instruments):
-    """Let `script.train` call the instruments: before it, once all is made, at each log, and in the end."""
-    train = script.train
+def train(script, args, instruments, on_start=lambda run: None):
+    """Train, and call the instruments: before it, when everything is made, at each log, and in the end."""
 
-    def watched(args, on_start=lambda run: None):
-        def start(run):
-            on_start(run)
-            for instrument in instruments:
-                instrument.start(run)
-            run.log = partial(log, run.log)
-
-        def log(inner, losses):
-            for instrument in instruments:
-                instrument.log(losses)
-            inner(losses)
-
+    def start(run):
+        on_start(run)
         for instrument in instruments:
-            instrument.prepare(script, args)
-        try:
-            train(args, on_start=start)
-        finally:
-            for instrument in instruments:
-                if instrument.run:
-                    instrument.end()
+            instrument.start(run)
+        scripts.before_each_log(run, log)
 
-    script.train = watched
+    def log(losses):
+        for instrument in instruments:
+            instrument.log(losses)
 
-
-def load_script(argument, name):
-    """The module of the script at the path `name`, which was given as `argument`."""
-    path = Path(name)
-    if not path.is_file() or path.suffix != ".py":
-        refuse(f"{argument} {name}: this is no Python file; give the path of a script")
-    script = load(path)
-    if not hasattr(script, "train") or not hasattr(script, "parse_args"):
-        remedy = "give a script of leanrl/ or an edited copy of one"
-        refuse(f"{argument} {name}: it has no `train` and `parse_args`; {remedy}")
-    return script
+    for instrument in instruments:
+        instrument.prepare(script, args)
+    try:
+        scripts.train(script, args, start)
+    finally:
+        for instrument in instruments:
+            if instrument.run:
+                instrument.end()
 
 
 def main(words):
@@ -102,24 +84,23 @@ def main(words):
         return
     if words[:1] == ["probe"]:
         if len(words) == 1:
-            refuse("probe: give a script: probe leanrl/dqn.py")
+            stop("probe: give a script: probe leanrl/dqn.py")
         if words[1] in ("-h", "--help"):
             print(probe.__doc__)
             return
-        probe.main(words[1], load_script("probe", words[1]), words[2:])
+        probe.main(words[1], scripts.load_given("probe", words[1]), words[2:])
     at = words.index("--") if "--" in words else len(words)
     own = words[:at]
     others = words[at + 1 :]
     args = tyro.cli(Args, args=own, prog="python -m instruments", description=__doc__)
     if not others:
-        refuse("--: give a script behind two dashes: -- leanrl/dqn_torchcompile.py --compile")
+        stop("--: give a script behind two dashes: -- leanrl/dqn_torchcompile.py --compile")
     for flag in ("random_baseline", "dump_frames"):
         if getattr(args, flag) < 0:
-            refuse(f"--{flag.replace('_', '-')} {getattr(args, flag)}: give a number from 0")
-    script = load_script("--", others[0])
+            refuse(flag.replace("_", "-"), getattr(args, flag), "give a number from 0")
+    script = scripts.load_given("--", others[0])
     sys.argv = others
-    attach(script, chosen(args))
-    script.train(script.parse_args())
+    train(script, script.parse_args(), chosen(args))
 
 
 if __name__ == "__main__":

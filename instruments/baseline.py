@@ -7,7 +7,8 @@ from itertools import islice
 
 import numpy as np
 
-from instruments.instrument import Instrument, one_line, refuse
+from common.arguments import one_line, stop
+from instruments.instrument import Instrument
 from instruments.playing import make_env, play
 
 
@@ -29,7 +30,7 @@ class RandomBaseline(Instrument):
             env.close()
         except Exception as error:  # whatever environments raise
             remedy = "leave it out, or correct what is wrong"
-            refuse(f"--random-baseline {self.episodes}: cannot play {args.env_id} ({one_line(error)}); {remedy}")
+            stop(f"--random-baseline {self.episodes}: cannot play {args.env_id} ({one_line(error)}); {remedy}")
         self.mean = float(np.mean(returns))
         self.deviation = float(np.std(returns))
         print(f"random policy: mean return {self.mean:.2f} over {self.episodes} episodes", file=sys.stderr)

@@ -19,7 +19,8 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from instruments.instrument import load, note, one_line, refuse
+from common.arguments import note, one_line, stop
+from common.scripts import load
 from instruments.playing import MAX_STEPS, acting, make_env, play, record
 
 
@@ -41,24 +42,24 @@ def check(args):
     """Refuse numbers out of range."""
     for name, low in (("episodes", 1), ("seed", 0), ("max_steps", 1)):
         if getattr(args, name) < low:
-            refuse(f"--{name.replace('_', '-')} {getattr(args, name)}: give a number from {low}")
+            stop(f"--{name.replace('_', '-')} {getattr(args, name)}: give a number from {low}")
 
 
 def read_env_id(run, folder):
     """The environment's name in the run's config.json."""
     path = folder / "config.json"
     if not path.is_file():
-        refuse(f"RUN {run}: there is no {path}; give the folder of a run")
+        stop(f"RUN {run}: there is no {path}; give the folder of a run")
     try:
         return str(json.loads(path.read_text())["env_id"])
     except (ValueError, KeyError, TypeError) as error:
-        refuse(f"RUN {run}: {path} is damaged ({one_line(error)}); give the folder of another run")
+        stop(f"RUN {run}: {path} is damaged ({one_line(error)}); give the folder of another run")
 
 
 def load_policy(run, path):
     """The module in a policy.pt2, and the state of its memory where an episode begins: no tensor, or one of zeros."""
     if not path.is_file():
-        refuse(f"RUN {run}: there is no {path}; a run writes it with every checkpoint")
+        stop(f"RUN {run}: there is no {path}; a run writes it with every checkpoint")
     logging.getLogger("torch.export").setLevel(logging.CRITICAL)  # it logs a traceback as well
     try:
         program = torch.export.load(path)
@@ -66,7 +67,7 @@ def load_policy(run, path):
         _, *state = (node.meta["val"] for node in program.graph.nodes if node.name in names)
         return program.module(), [torch.zeros(1, *tensor.shape[1:]) for tensor in state]
     except Exception as error:
-        refuse(f"RUN {run}: {path} cannot be read ({one_line(error)}); give a run whose policy.pt2 is intact")
+        stop(f"RUN {run}: {path} cannot be read ({one_line(error)}); give a run whose policy.pt2 is intact")
 
 
 def find_env(run, folder, env_id, seed, render_mode):
@@ -87,11 +88,11 @@ def find_env(run, folder, env_id, seed, render_mode):
             return make_env(env_id, seed, render_mode)
     except gym.error.UnregisteredEnv:
         remedy = f"pip install envpool if it is an Atari game, or name it MODULE:{env_id} in config.json"
-        refuse(f"RUN {run}: neither gymnasium nor envpool has its environment {env_id}; {remedy}")
+        stop(f"RUN {run}: neither gymnasium nor envpool has its environment {env_id}; {remedy}")
     except Exception as error:
         if render_mode:
-            refuse(f"--video: {env_id} cannot be made to render ({one_line(error)}); leave it out")
-        refuse(f"RUN {run}: {env_id} cannot be made ({one_line(error)}); install or correct what it needs")
+            stop(f"--video: {env_id} cannot be made to render ({one_line(error)}); leave it out")
+        stop(f"RUN {run}: {env_id} cannot be made ({one_line(error)}); install or correct what it needs")
 
 
 def try_policy(run, act, env, env_id):
@@ -102,9 +103,9 @@ def try_policy(run, act, env, env_id):
         action = act(np.zeros(space.shape, space.dtype), begins=True)
     except Exception as error:
         given = f"{space.dtype} {space.shape}"
-        refuse(f"RUN {run}: its policy does not fit {env_id}'s observations, {given} ({one_line(error)}); {remedy}")
+        stop(f"RUN {run}: its policy does not fit {env_id}'s observations, {given} ({one_line(error)}); {remedy}")
     if not env.action_space.contains(action):
-        refuse(f"RUN {run}: its policy gives {action}, which is not in {env_id}'s {env.action_space}; {remedy}")
+        stop(f"RUN {run}: its policy gives {action}, which is not in {env_id}'s {env.action_space}; {remedy}")
 
 
 def evaluate(env, act, args):
@@ -134,7 +135,7 @@ def main(words):
     args = tyro.cli(Args, args=words, prog="python -m instruments evaluate", description=__doc__)
     check(args)
     if not args.run.exists():
-        refuse(f"RUN {args.run}: there is no such folder; give the folder of a run")
+        stop(f"RUN {args.run}: there is no such folder; give the folder of a run")
     folder = args.run if args.run.is_dir() else args.run.parent
     env_id = read_env_id(args.run, folder)
     policy, first_state = load_policy(args.run, args.run if args.run.suffix == ".pt2" else folder / "policy.pt2")
@@ -146,7 +147,7 @@ def main(words):
             env = record(env, folder / "videos", "evaluation")
         except Exception as error:  # whatever renderers raise
             remedy = "leave it out, or try MUJOCO_GL=egl where there is no display"
-            refuse(f"--video: {env_id} cannot be recorded ({one_line(error)}); {remedy}")
+            stop(f"--video: {env_id} cannot be recorded ({one_line(error)}); {remedy}")
     returns, cut = evaluate(env, act, args)
     env.close()
     if cut:

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from instruments.instrument import Instrument, refuse
+from common.arguments import stop
+from common.scripts import policy_of
+from instruments.instrument import Instrument
 from instruments.playing import is_atari
 
 STEPS = 8
@@ -29,9 +31,9 @@ class FrameDump(Instrument):
     def prepare(self, script, args):
         super().prepare(script, args)
         if not is_atari(args.env_id):
-            refuse(f"--dump-frames {self.interval}: {args.env_id} is not an Atari game of envpool; leave this out")
+            stop(f"--dump-frames {self.interval}: {args.env_id} is not an Atari game of envpool; leave this out")
         if not find_spec("matplotlib"):
-            refuse(f"--dump-frames {self.interval}: pip install matplotlib, or leave this out")
+            stop(f"--dump-frames {self.interval}: pip install matplotlib, or leave this out")
 
     def start(self, run):
         super().start(run)
@@ -61,7 +63,7 @@ class FrameDump(Instrument):
 
     def finish(self):
         obs, resets = zip(*self.stacks, strict=True)
-        inputs = first_inputs(self.run.learner.policy(), torch.as_tensor(np.stack(obs)))
+        inputs = first_inputs(policy_of(self.run.learner), torch.as_tensor(np.stack(obs)))
         folder = self.run.folder / "frames"
         folder.mkdir(exist_ok=True)
         path = folder / f"{self.run.step}.png"

@@ -8,12 +8,14 @@ from collections import Counter, deque
 import torch
 from tqdm import tqdm
 
-from instruments.instrument import Instrument, Pace, refuse_population
+from common.scripts import optimizers_of, refuse_population
+from instruments.instrument import Instrument, Pace
 
 HISTORY = 100  # looks that say what norm is usual; so many, that slow growth is seen too
 EXPLODES = 1000.0  # times the usual norm
 LEAST = 100.0  # the least norm that is called an explosion: a first reward makes small gradients large, too
 ZERO_LOOKS = 3  # in a row, before a warning
+ROUNDING = 1e-6  # of the first moment: a gradient below that is taken for 0
 
 
 class GradientWatch(Instrument):
@@ -28,8 +30,9 @@ class GradientWatch(Instrument):
     def prepare(self, script, args):
         super().prepare(script, args)
         refuse_population("--watch-gradients", script)
-        if hasattr(script, "Adam"):  # before it is compiled or captured
-            keep_gradients(script.Adam)
+        for name in ("Adam", "ClippedAdam"):
+            if hasattr(script, name):  # before it is compiled or captured
+                keep_gradients(getattr(script, name))
 
     def start(self, run):
         super().start(run)
@@ -41,9 +44,9 @@ class GradientWatch(Instrument):
         run.save = self.save_if_sound
         learner = run.learner
         self.sources = {}
-        for name, optimizer in learner.optimizers.items():
-            source = ModuleLayers if isinstance(optimizer, torch.optim.Optimizer) else FlatLayers
-            self.sources[name] = source(self.script, learner, name)
+        for name, optimizer in optimizers_of(learner).items():
+            source = ModuleLayers if isinstance(optimizer, torch.optim.Optimizer) else TurboLayers
+            self.sources[name] = source(learner, name)
 
     def log(self, losses):
         undefined = "explained_variance"  # where all returns are equal
@@ -97,7 +100,7 @@ class GradientWatch(Instrument):
                 self.run.writer.add_histogram(f"weight_histograms/{name}", weights, self.run.step)
 
     def end_run(self, what):
-        self.run.end_at_nan(what, self.run.learner.state_dict())
+        self.run.end_at_nan(what)
 
     def trap_not_finite(self, gradients):
         said = []
@@ -130,60 +133,69 @@ class GradientWatch(Instrument):
 
 
 def keep_gradients(adam):
-    """Let a script's Adam, and so what is derived from it, keep its newest gradient; or, for all that follow, the first
-    one that was not finite.
+    """Let a script's Adam keep its newest gradients; or, for all that follow, the first that were not finite.
+
+    They are what its first moments have moved by.
     """
-    initialize, step, tensors = adam.__init__, adam.step, adam.tensors
+    initialize, step = adam.__init__, adam.step
 
-    def __init__(self, weights, lr):
-        initialize(self, weights, lr)
-        self.weights = weights
-        self.gradients = weights.new_zeros(2, *weights.shape)  # row 1: after one that was not finite
-        self.row = torch.zeros(1, dtype=torch.int64, device=weights.device)
+    def __init__(self, weights, *settings):
+        initialize(self, weights, *settings)
+        self.gradients = [w.new_zeros(2, *w.shape) for w in self.weights]  # row 1: after some that were not finite
+        self.row = torch.zeros(1, dtype=torch.int64, device=self.weights[0].device)
 
-    def step_and_keep(self, weights, gradient):
-        self.gradients.index_copy_(0, self.row, gradient.unsqueeze(0))
-        self.row.bitwise_or_(gradient.sum().isfinite().logical_not())
-        step(self, weights, gradient)
+    def step_and_keep(self, loss):
+        without = [m.lerp(torch.zeros_like(m), 1 - self.beta1) for m in self.m]  # as if the gradient were 0
+        result = step(self, loss)
+        with torch.no_grad():
+            finite = torch.ones((), dtype=torch.bool, device=self.row.device)
+            for kept, m, rest in zip(self.gradients, self.m, without, strict=True):
+                gradient = (m - rest) / (1 - self.beta1)
+                gradient = gradient.masked_fill(gradient.abs() <= ROUNDING * m.abs(), 0.0)
+                kept.index_copy_(0, self.row, gradient.unsqueeze(0))
+                finite = finite & gradient.sum().isfinite()
+            self.row.bitwise_or_(finite.logical_not())
+        return result
 
-    def tensors_to_save(self):
-        own = ("weights", "gradients", "row")
-        return {name: value for name, value in tensors(self).items() if name not in own}
-
-    adam.__init__, adam.step, adam.tensors = __init__, step_and_keep, tensors_to_save
+    adam.__init__, adam.step = __init__, step_and_keep
 
 
-class FlatLayers:
-    """The layers of an optimizer that keeps gradients: pieces of its flat vectors, which CUDA graphs write too."""
+class TurboLayers:
+    """The layers of an optimizer that keeps gradients, which CUDA graphs write too."""
 
-    def __init__(self, script, learner, name):
-        self.script = script
-        self.optimizer = learner.optimizers[name]
-        self.name = name
-        weights = self.optimizer.weights
-        networks = learner.tensors()["networks"].get(name, {})
-        memory = weights.untyped_storage().data_ptr()
-        self.places = {
-            f"{name}.{layer}": (view.shape, view.stride(), view.storage_offset())
-            for layer, view in networks.items()
-            if view.untyped_storage().data_ptr() == memory  # not a buffer
-        }
+    def __init__(self, learner, name):
+        self.optimizer = optimizers_of(learner)[name]
+        network = getattr(learner, name, None)
+        self.stacked = isinstance(network, dict)  # critics, with a leading dimension
+        if self.stacked:
+            self.names = [f"{name}.{{}}.{layer}" for layer, weights in network.items() if weights.requires_grad]
+        elif isinstance(network, torch.nn.Module):
+            layers = network.named_parameters()
+            self.names = [f"{name}.{layer}" for layer, weights in layers if weights.requires_grad]
+        else:
+            self.names = [name]
 
+    @torch.no_grad()
     def layers(self):
         optimizer = self.optimizer
-        correction1, correction2 = (1 - optimizer.decay).unbind()
-        change = optimizer.lr * (optimizer.m / correction1) / ((optimizer.v / correction2).sqrt() + self.script.EPS)
-        vectors = (optimizer.gradients[0], optimizer.weights, change.float())
-        if not self.places:
-            return {self.name: vectors}
-        return {layer: [x.as_strided(*place) for x in vectors] for layer, place in self.places.items()}
+        ones1, ones2 = optimizer.ones
+        layers = {}
+        columns = (self.names, optimizer.gradients, optimizer.weights, optimizer.m, optimizer.v)
+        for name, gradients, weights, m, v in zip(*columns, strict=True):
+            change = optimizer.lr * (m / ones1) / ((v / ones2).sqrt() + optimizer.eps)
+            triple = (gradients[0], weights.detach(), change.float())
+            if self.stacked:
+                layers |= {name.format(i): member for i, member in enumerate(zip(*triple, strict=True))}
+            else:
+                layers[name] = triple
+        return layers
 
 
 class ModuleLayers:
     """The layers of a torch.optim.Adam, whose gradients are kept when it steps: other losses add to them later."""
 
-    def __init__(self, script, learner, name):
-        self.optimizer = learner.optimizers[name]
+    def __init__(self, learner, name):
+        self.optimizer = optimizers_of(learner)[name]
         network = getattr(learner, name, None)
         is_module = isinstance(network, torch.nn.Module)
         names = {p: f"{name}.{layer}" for layer, p in network.named_parameters()} if is_module else {}

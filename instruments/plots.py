@@ -11,19 +11,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import tyro
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from common.arguments import refuse, stop
 
 try:
     from matplotlib.figure import Figure
-except ImportError:
-    print("error: instruments.plots: pip install matplotlib", file=sys.stderr)
-    raise SystemExit(2) from None
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito (2008)
-LINES = ("-", "--", "-.", ":")
-RETURN = "charts/episodic_return"
+    from common.curves import COLORS, LINES, RETURN, moving_mean, plot, read_events, series
+except ImportError:
+    stop("instruments.plots: pip install matplotlib")
+
 RANDOM = "charts/random_return"
 EPISODES = 20
 
@@ -40,32 +38,19 @@ class Args:
     """PNG or SVG file to write"""
 
 
-def series(events, tag):
-    """Steps and values of a tag."""
-    scalars = events.Scalars(tag)
-    return np.array([scalar.step for scalar in scalars]), np.array([scalar.value for scalar in scalars])
-
-
-def smooth(values):
-    """Means over the EPISODES values up to each, fewer at the beginning."""
-    sums = np.cumsum(values)
-    sums[EPISODES:] -= sums[:-EPISODES].copy()
-    return sums / np.minimum(np.arange(len(values)) + 1, EPISODES)
-
-
 def draw_run(all_axes, events, tags, label, color):
     """Draw one run into all panels."""
     known = events.Tags()["scalars"]
     if RETURN in known:
         steps, returns = series(events, RETURN)
-        all_axes[0].plot(steps, smooth(returns), color=color, label=label)
+        plot(all_axes[0], [(steps, moving_mean(returns, EPISODES))], label, color)
     if RANDOM in known:
         _, (baseline, *_) = series(events, RANDOM)
         all_axes[0].axhline(baseline, color=color, linestyle="--", linewidth=1, label=f"{label}: random policy")
     for axes, pattern in zip(all_axes[1:], tags, strict=True):
         for i, tag in enumerate(fnmatch.filter(known, pattern)):
             name = label if tag == pattern else f"{label}: {tag.partition('/')[2]}"
-            axes.plot(*series(events, tag), color=color, linestyle=LINES[i % len(LINES)], label=name)
+            plot(axes, [series(events, tag)], name, color, LINES[i % len(LINES)])
 
 
 def with_seed(folder, label):
@@ -84,8 +69,7 @@ def draw(args):
         axes.grid(alpha=0.3)
     labels = args.labels or [folder.name for folder in args.runs]
     for i, (folder, label) in enumerate(zip(args.runs, labels, strict=True)):
-        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        draw_run(all_axes, events, tags, with_seed(folder, label), COLORS[i % len(COLORS)])
+        draw_run(all_axes, read_events(folder), tags, with_seed(folder, label), COLORS[i % len(COLORS)])
     entries = {}
     for axes in all_axes:
         for line, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -101,14 +85,11 @@ def draw(args):
 def main(args):
     for folder in args.runs:
         if not list(folder.glob("events.out.*")):
-            print(f"error: runs {folder}: no TensorBoard events in there; give folders of runs", file=sys.stderr)
-            raise SystemExit(2)
+            stop(f"runs {folder}: no TensorBoard events in there; give folders of runs")
     if args.output.suffix not in (".png", ".svg") or not args.output.parent.is_dir():
-        print(f"error: --output {args.output}: give a PNG or SVG file in a folder that exists", file=sys.stderr)
-        raise SystemExit(2)
+        refuse("output", args.output, "give a PNG or SVG file in a folder that exists")
     if args.labels and len(args.labels) != len(args.runs):
-        print(f"error: --labels {' '.join(args.labels)}: give one for each of {len(args.runs)} runs", file=sys.stderr)
-        raise SystemExit(2)
+        refuse("labels", " ".join(args.labels), f"give one for each of {len(args.runs)} runs")
     draw(args)
 
 

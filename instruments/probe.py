@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import tyro
 
-from instruments.instrument import note, refuse, refuse_population
+from common.arguments import note, stop
+from common.scripts import refuse_population, train
 
 GAMMA = 0.5  # small, so that bootstrapped values converge soon
 SETTINGS = {  # for scripts that have these flags
@@ -156,8 +157,9 @@ for probe in PROBES:
 def answers(learner, probe, discrete):
     """What the learner has found."""
     obs = torch.tensor(probe.states, dtype=torch.float32)[:, None]
-    actions = learner.policy()(obs)
-    if isinstance(actions, tuple):  # with the state of a memory, which was 0 before
+    policy, (_, *state) = learner.policy()  # the state of a memory, if it has one, is 0 before
+    actions = policy(obs, *(torch.zeros(len(obs), *tensor.shape[1:]) for tensor in state))
+    if isinstance(actions, tuple):
         actions, _ = actions
     if probe.asks == "action":
         found = 2 * actions - 1 if discrete else actions
@@ -182,8 +184,9 @@ def values(learner, obs, actions, steps):
     if hasattr(learner, "q"):
         found = learner.q(obs)
         return (found[0] if isinstance(found, tuple) else found).amax(-1)  # of a network with another head
-    critics = getattr(learner.critics, "members", learner.critics)  # a flat network's, or a list
-    return torch.stack([critic(obs, actions) for critic in critics]).amin(0)
+    if hasattr(learner, "q_values"):
+        return learner.q_values(learner.critics, obs, actions).amin(0)
+    return torch.stack([critic(obs, actions) for critic in learner.critics]).amin(0)
 
 
 def values_with_memory(learner, scaled, steps):
@@ -210,7 +213,7 @@ def find(script, args, probe, discrete):
     if getattr(args, "compile", False):
         torch.compiler.reset()  # what is compiled is not guarded against another learner
     try:
-        script.train(args, on_start=start)
+        train(script, args, start)
     except SystemExit as stop:
         if not str(stop.code).startswith("error: step"):
             raise
@@ -230,7 +233,7 @@ def line(probe, found):
 def main(path, script, words):
     """Probe a script, the module loaded from `path`, with the flags `words`."""
     if hasattr(script, "make_games"):
-        refuse(f"probe {path}: it plays Atari games, which have no known answers; give a script for vectors")
+        stop(f"probe {path}: it plays Atari games, which have no known answers; give a script for vectors")
     refuse_population(f"probe {path}", script)
     discrete = hasattr(script, "require_discrete_actions")
     flags = {field.name for field in dataclasses.fields(script.Args)}

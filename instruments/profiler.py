@@ -5,6 +5,7 @@ import sys
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
+from common.steady import Clock
 from instruments.instrument import Instrument
 
 STEPS = 20
@@ -29,10 +30,14 @@ class Profile(Instrument):
         self.steps = min(STEPS, interval)
         self.idle = interval - self.steps
 
+    def start(self, run):
+        super().start(run)
+        self.clock = Clock(run)
+
     def log(self, losses):
         if self.profiler:
             self.finish()
-        elif not self.begun and self.run.steady is not None:
+        elif not self.begun and self.clock.begin:
             self.begun = True
             self.wait(self.idle)
 

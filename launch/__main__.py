@@ -10,7 +10,7 @@ import importlib
 import signal
 import sys
 
-from benchmark.arguments import stop
+from common.arguments import stop
 
 COMMANDS = ("run", "tune")
 

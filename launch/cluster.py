@@ -13,7 +13,8 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from benchmark.arguments import refuse
+from common import processes
+from common.arguments import refuse
 from launch import worker
 from launch.orders import Order
 from tools import mkl_on_amd
@@ -37,7 +38,8 @@ def connect(address, **settings):
             ray.init(address=address, **settings)
         except (OSError, RayError, ValueError, RuntimeError) as error:
             refuse("address", address, f"no Ray cluster answers there ({str(error).splitlines()[0]})")
-    ray.cloudpickle.register_pickle_by_value(worker)
+    for module in (worker, processes):
+        ray.cloudpickle.register_pickle_by_value(module)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; ray.init sets one of its own
 
 

@@ -10,15 +10,14 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_origin
 
 import tyro
 
-from benchmark.arguments import refuse, stop
-from instruments.__main__ import load_script
+from common.arguments import refuse, stop
+from common.scripts import load_given, refuse_population
 from launch.worker import ORDER
 
-OURS = {"env-id": "--env-ids", "seed": "--seeds", "seeds": "--seeds", "run-dir": "--out", "resume": None}  # give these
+OURS = {"env-id": "--env-ids", "seed": "--seeds", "run-dir": "--out", "resume": None}  # give these
 CHECKPOINTS = 20  # of a run, unless --checkpoint-interval says otherwise: a machine that dies costs a twentieth
 SWITCH = {"True": True, "true": True, "False": False, "false": False}
 ONLY = "base"  # the name of the only setting
@@ -31,24 +30,16 @@ class Script:
     path: Path
 
     def __post_init__(self):
-        self.Args = load_script("launch", str(self.path)).Args
+        script = load_given("launch", str(self.path))
+        refuse_population(f"launch {self.path}", script)
+        self.Args = script.Args
         self.text = self.path.read_text()
         self.parsed = {}
         self.fields = {field.name.replace("_", "-"): field for field in dataclasses.fields(self.Args)}
-        self.is_population = "seeds" in self.fields
-
-    def per_agent(self, name):
-        """Whether each agent of a population has its own value of a flag."""
-        return get_origin(self.fields[name].type) is tuple
 
     def value(self, args, name):
-        """The value of a flag in `args`; one line and exit code 2 if there are several, as for several agents."""
-        value = getattr(args, self.fields[name].name)
-        if not self.per_agent(name):
-            return value
-        if len(value) > 1:
-            stop(f"--{name} {' '.join(map(str, value))}: give one value; --grid and python -m launch tune take several")
-        return value[0]
+        """The value of a flag in `args`."""
+        return getattr(args, self.fields[name].name)
 
     def check(self, name, given):
         """The name of a flag, with dashes; refuses what the script does not have. `given` is what the user wrote."""
@@ -99,12 +90,6 @@ class Order:
     @property
     def name(self):
         return f"{self.env_id} {self.label} seed {self.seed}"
-
-    @property
-    def common(self):
-        """The flags that are the same for all agents, if the script trains a population."""
-        names = ("run-dir", *filter(self.script.per_agent, self.script.fields))
-        return [word for word in self.flags if named(word) not in names]
 
     def message(self, session, environment, stop):
         """What the worker is sent; `stop` is the file that ends the run as soon as there is something in it."""
@@ -179,8 +164,6 @@ def order(script, env_id, setting, seed, flags, out, threads, label=None, until=
     words = [script.flag(name, value) for name, value in setting.items()] + flags
     given = {named(word) for word in words if word.startswith("--")}
     args = script.parse(words)
-    for name in given & script.fields.keys():  # the others are switches
-        script.value(args, name)
     env_id = env_id or args.env_id
     label = label or setting_name(setting)
     if "threads" in script.fields and "threads" not in given:
@@ -188,8 +171,7 @@ def order(script, env_id, setting, seed, flags, out, threads, label=None, until=
     if "checkpoint-interval" not in given:
         words.append(f"--checkpoint-interval={max(1, args.total_timesteps // CHECKPOINTS)}")
     folder = (out / script.path.stem / folder_name(env_id) / folder_name(label) / str(seed)).resolve()
-    seed_flag = "seeds" if script.is_population else "seed"
-    words = [f"--env-id={env_id}", f"--{seed_flag}={seed}", *words, f"--run-dir={folder}"]
+    words = [f"--env-id={env_id}", f"--seed={seed}", *words, f"--run-dir={folder}"]
     return Order(script, env_id, label, seed, words, args.total_timesteps, folder, until)
 
 

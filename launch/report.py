@@ -6,19 +6,15 @@ import statistics
 from collections import defaultdict
 from itertools import cycle, product
 
-from matplotlib import pyplot as plt
-
-from benchmark.report import figures
-from benchmark.report.curves import end_of, learning_curve
-from benchmark.report.tables import Table, mean_and_deviation
+from common import curves
+from common.tables import Table, mean_and_deviation
 from launch.orders import folder_name
 from launch.worker import done_step, summaries
 
 HEADER = ("environment", "setting", "return", "of each seed", "steps", "steps/s", "minutes")
 ABOUT = """Returns are means over the last tenth of a run's steps, with the standard deviation over seeds. Lines are
-interquartile means over seeds, bands are 95% bootstrap intervals. Minutes are those of training, added up over
-attempts, without those that were killed."""
-LINES = ("-", "--", "-.", ":")
+interquartile means over seeds, bands are 95% bootstrap intervals. Steps/s are the median of the logs in the second half
+of the last attempt. Minutes are those of training, added up over attempts, without those that were killed."""
 PAGE = """\
 <!DOCTYPE html>
 <html lang="en">
@@ -50,10 +46,14 @@ def result(order):
     if done_step(order.folder) < order.steps or not attempts:
         return None
     folders = {path.parent for path in order.folder.glob("*/events.*")}
-    curve = learning_curve(sorted(folders, key=lambda folder: folder.name.rsplit("__", 1)[-1]))
-    seconds = sum(attempt["wall_seconds"] for attempt in attempts)
-    return {"seed": order.seed, "curve": curve, "wall_seconds": seconds} | {
-        name: attempts[-1][name] for name in ("global_step", "steady_sps", "episodic_return")
+    folders = sorted(folders, key=lambda folder: folder.name.rsplit("__", 1)[-1])
+    return {
+        "seed": order.seed,
+        "curve": curves.learning_curve(folders),
+        "steps_per_second": curves.late_speed(folders[-1]) if folders else None,
+        "wall_seconds": sum(attempt["wall_seconds"] for attempt in attempts),
+        "global_step": attempts[-1]["global_step"],
+        "episodic_return": attempts[-1]["episodic_return"],
     }
 
 
@@ -71,8 +71,8 @@ def table(groups):
     rows = []
     for env_id, settings in groups.items():
         for setting, results in settings.items():
-            ends = {own["seed"]: end_of(own["curve"]) for own in results if own["curve"]}
-            speeds = [own["steady_sps"] for own in results if own["steady_sps"]]
+            ends = {own["seed"]: curves.end_of(own["curve"]) for own in results if own["curve"]}
+            speeds = [own["steps_per_second"] for own in results if own["steps_per_second"]]
             rows.append(
                 [
                     env_id,
@@ -92,15 +92,13 @@ def write(orders, out, title, command):
     groups = grouped(orders)
     shown = table(groups)
     parts = [f"<p>{ABOUT}</p>", f'<div class="wide">{shown.html()}</div>']
-    with plt.rc_context(figures.SETTINGS):
+    with curves.settings():
         for env_id, settings in groups.items():
-            colors = [color for color, _, _ in list(figures.STYLES.values())[1:7]]
-            looks = cycle(product(LINES, colors))
-            styles = {name: (color, line, "") for name, (line, color) in zip(settings, looks, strict=False)}
-            picture = figures.save(figures.learning_curves(f"{title}, {env_id}", settings, styles=styles))
+            looks = cycle(product(curves.LINES, curves.COLORS))
+            styles = {name: (color, line) for name, (line, color) in zip(settings, looks, strict=False)}
+            picture = curves.svg(curves.learning_figure(f"{title}, {env_id}", settings, "", styles))
             (out / f"curves_{folder_name(env_id)}.svg").write_bytes(picture)
             parts.append(inline(picture))
-        plt.close("all")
     (out / "results.md").write_text(f"{shown.markdown()}\n")
     (out / "results.json").write_text(json.dumps(groups, indent=1))
     write_page(out / "results.html", title, command, parts)

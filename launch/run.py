@@ -15,8 +15,8 @@ from typing import Annotated
 
 import tyro
 
-from benchmark.arguments import refuse
-from launch import orders, packs, report
+from common.arguments import refuse
+from launch import orders, report
 from launch.board import Board
 from launch.cluster import Cluster, folder_of
 from launch.worker import done_step
@@ -30,8 +30,6 @@ class Resources:
     """CPU cores of each run, and its threads"""
     gpus_per_run: float | None = None
     """GPUs of each run; 0.25 puts four on one (by default 1 if there are any, else 0)"""
-    agents_per_run: int = 1
-    """agents that one run trains at once, with a population script"""
     mkl_on_amd: bool = False
     """run with tools/mkl_on_amd.py, which speeds up matmuls on AMD processors"""
     out: Path = Path("runs/launch")
@@ -70,10 +68,9 @@ def parse(words, kind, name, description):
 def main(words):
     args, flags = parse(words, Args, "run", __doc__)
     script = orders.Script(args.script)
-    packs.check(args.agents_per_run, script)
     todo = list(orders.orders(script, args.env_ids, args.grid, args.seeds, flags, args.out, args.threads))
     with folder_of(args.out, script) as folder:
-        outcomes = run_all(args.cluster(folder), todo, args.agents_per_run)
+        outcomes = run_all(args.cluster(folder), todo)
         command = shlex.join(["python", "-m", "launch", "run", *words])
         print(report.write(todo, folder, script.path.stem, command))
         print(f"\n{folder / 'results.html'}")
@@ -89,16 +86,13 @@ def end(outcomes):
         raise SystemExit(1)
 
 
-def run_all(cluster, todo, agents):
-    """Execute all runs, and show them; the outcome of each (`worker.train`), by the order's name.
-
-    Those of a population script are packed, at most `agents` into one.
-    """
+def run_all(cluster, todo):
+    """Execute all runs, and show them; the outcome of each (`worker.train`), by the order's name."""
     for order in todo:
         order.place()
     with Board(cluster.session) as board:
         try:
-            for order in packs.packed(todo, agents):
+            for order in todo:
                 begin(order, cluster, board)
             while cluster.tasks:
                 for order, outcome in cluster.finished():

@@ -31,16 +31,16 @@ from typing import Annotated
 
 import optuna
 import tyro
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from benchmark.arguments import refuse, stop
-from benchmark.report import figures
-from benchmark.report.tables import Table
-from launch import orders, packs, report
+from common import curves
+from common.arguments import refuse, stop
+from common.tables import Table
+from launch import orders, report
 from launch.board import Board
 from launch.cluster import folder_of
 from launch.orders import once
@@ -287,7 +287,6 @@ def main(words):
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     args, flags = parse(words, Args, "tune", __doc__)
     script = orders.Script(args.script)
-    packs.check(args.agents_per_run, script)
     for name in ("trials", "rungs"):
         if getattr(args, name) < 1:
             refuse(name, getattr(args, name), "give at least 1")
@@ -311,7 +310,6 @@ def run_all(cluster, search):
             own = bracket.orders()
             for order in own:
                 order.place()
-            own = packs.packed(own, search.args.agents_per_run)
             waiting[bracket] = {order.name for order in own if not begin(order, cluster, board)}
 
         try:
@@ -384,8 +382,9 @@ def write(search, command):
 def pictures(search):
     """Value against trial and rung, and the flags' importance, as parts of a page."""
     trials = [trial for trial in search.study.trials if trial.intermediate_values]
-    with plt.rc_context(figures.SETTINGS):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    with curves.settings():
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        left, right = figure.subplots(1, 2)
         for rung, steps in enumerate(search.rungs):
             numbers = [trial.number for trial in trials if rung in trial.intermediate_values]
             values = [trial.intermediate_values[rung] for trial in trials if rung in trial.intermediate_values]
@@ -395,9 +394,8 @@ def pictures(search):
         study = first_rung(search)
         if len(study.trials) > len(search.space):
             importances = optuna.importance.get_param_importances(study)
-            right.barh(list(importances)[::-1], list(importances.values())[::-1], color=figures.STYLES["compile"][0])
+            right.barh(list(importances)[::-1], list(importances.values())[::-1], color=curves.COLORS[0])
         right.set(xlabel="importance at the first rung (PED-ANOVA)", xlim=(0, 1))
-        picture = figures.save(figure)
-        plt.close(figure)
+        picture = curves.svg(figure)
     (search.folder / "search.svg").write_bytes(picture)
     return [report.inline(picture)]

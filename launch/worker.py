@@ -1,22 +1,19 @@
-"""What a machine of the cluster does for one run. Ray sends this code along: at its top it imports the standard library
-alone.
+"""What a machine of the cluster does for one run. Ray sends this code along, and
+common/processes.py: at its top it imports nothing else but the standard library.
 
 All machines see the run's folder. It holds what the driver has ordered (ORDER), the script, the log of all attempts,
 and the run folder of each attempt, which resumes the one before from its checkpoint.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import platform
 import re
-import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from common.processes import interrupt, start
 
 ORDER = "order.json"
 STARTED = "started.json"
@@ -41,12 +38,13 @@ sys.modules[path.stem] = script
 spec.loader.exec_module(script)
 
 
-def stop_at_step(run):
-    unfinished = run.unfinished
-    run.unfinished = lambda: unfinished() and run.step < step
+class Run(script.Run):
+    def unfinished(self):
+        return super().unfinished() and self.step < step
 
 
-script.train(script.parse_args(), on_start=stop_at_step)
+script.Run = Run
+script.train(script.parse_args())
 '''
 
 
@@ -65,20 +63,13 @@ def train(order):
     write(folder / STARTED, {"session": order["session"], "node": node})
     if Path(order["stop"]).read_text():
         return {"status": "interrupted"}
-    members = link_agents(folder)
     log_start = (folder / LOG).stat().st_size if (folder / LOG).exists() else 0
-    process = start(order, folder, members)
-    try:
-        while process.poll() is None:
-            if Path(order["stop"]).read_text():
-                end(process)
-                return {"status": "interrupted"}
-            time.sleep(0.1)
-    finally:
-        link_agents(folder)
-    for member in members:
-        if any(own["global_step"] >= order["steps"] and "failed" not in own for own in summaries(member)):
-            write(member / DONE, order["steps"])
+    process = start_script(order, folder)
+    while process.poll() is None:
+        if Path(order["stop"]).read_text():
+            interrupt(process, SECONDS_TO_STOP)
+            return {"status": "interrupted"}
+        time.sleep(0.1)
     if process.returncode == 0:
         write(folder / DONE, order["steps"])
         return {"status": "done"}
@@ -87,31 +78,21 @@ def train(order):
     return {"status": "failed", "line": line}
 
 
-def end(process):
-    """End a script, with its checkpoint unless that takes too long."""
-    process.terminate()
-    try:
-        process.wait(SECONDS_TO_STOP)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 def started(folder):
     """Session and machine in which the run last started, by name; nothing if it never has."""
     path = folder / STARTED
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def start(order, folder, members):
+def start_script(order, folder):
     """Start the script; it ends when this process does, however that ends."""
     script = folder / order["script"]
     script.write_text(order["text"])
-    words = [str(script), *order["flags"]]
+    words = [script, *order["flags"]]
     if order["until"]:
         (folder / "until.py").write_text(UNTIL)
-        words = [str(folder / "until.py"), str(order["until"]), *words]
-    checkpoint = gathered_checkpoint(folder, members) if members else newest_checkpoint(folder)
+        words = [folder / "until.py", order["until"], *words]
+    checkpoint = newest_checkpoint(folder)
     if checkpoint:
         words.append(f"--resume={checkpoint.parent}")
         step = step_of(checkpoint)
@@ -119,16 +100,7 @@ def start(order, folder, members):
             words.append(f"--total-timesteps={step + 1}")
     variables = os.environ | order["environment"]
     variables["PYTHONPATH"] = os.pathsep.join([*order["path"], os.environ.get("PYTHONPATH", "")])
-    with open(folder / LOG, "a") as log:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        settings = {"start_new_session": True, "preexec_fn": end_with_parent, "env": variables}
-        return subprocess.Popen([sys.executable, *words], **pipes, **settings)
-
-
-def end_with_parent():
-    """Have this process killed when its parent ends, even if that is killed; on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    return start(words, folder / LOG, env=variables)
 
 
 def newest_checkpoint(folder):
@@ -146,43 +118,6 @@ def step_of(checkpoint):
         return 0
 
 
-def link_agents(folder):
-    """Put a link to each agent that a pack (packs.py) has trained into the agent's own run folder; those folders.
-
-    There is none if the folder is that of a single run.
-    """
-    members = [Path(member) for member in json.loads((folder / ORDER).read_text()).get("members", ())]
-    for i, member in enumerate(members):
-        for agent in folder.glob(f"*/agent_{i}"):
-            link(agent, member / agent.parent.name)
-    return members
-
-
-def gathered_checkpoint(folder, members):
-    """The checkpoint of a population of all agents, each as its run folder has it; None if these have none."""
-    newest = [newest_checkpoint(member) for member in members]
-    if not any(newest):
-        return None
-    population = folder / "resume" / "population"
-    shutil.rmtree(population, ignore_errors=True)
-    for i, checkpoint in enumerate(newest):
-        agent = population / f"agent_{i}"
-        agent.mkdir(parents=True)
-        if checkpoint:
-            link(checkpoint, agent / "checkpoint.pt")
-    import torch
-
-    steps = max(step_of(checkpoint) for checkpoint in newest if checkpoint)
-    torch.save({"args": {}, "global_step": steps}, population / "checkpoint.pt")
-    return population / "checkpoint.pt"
-
-
-def link(there, here):
-    """Make `here` a link to `there`, unless it is one."""
-    if not here.is_symlink():
-        here.symlink_to(os.path.relpath(there, here.parent))
-
-
 def summaries(folder):
     """The summaries of a run's attempts, by the steps they came to; those of killed attempts are missing."""
     found = []
@@ -193,9 +128,9 @@ def summaries(folder):
 
 
 def has_diverged(folder):
-    """Whether an attempt has ended at a loss that is not finite: alone, or as an agent of a population."""
+    """Whether an attempt has ended at a loss that is not finite."""
     lines = re.split(r"[\r\n]+", tail(folder / LOG)) if (folder / LOG).exists() else ()
-    return any(line.startswith(DIVERGED) for line in lines) or any("failed" in own for own in summaries(folder))
+    return any(line.startswith(DIVERGED) for line in lines)
 
 
 def done_step(folder):

@@ -3,28 +3,25 @@
 The updates are those of the plain twin, dqn.py; actions come from a network that lacks the newest update. What makes
 this file fast:
 
-1. The parameters of the network, and so their gradients, are one flat vector: Adam is a few operations (`FlatNetwork`).
-2. Actions are computed on the host, in NumPy (`on_host`), and only where they are not random (`DQN.act`).
-3. Environments are stepped without gymnasium's vector environment, which can cost more than they do (`DirectEnvs`).
-4. Transitions are collected on the host, and sent to the device's replay buffer once per update (`DQN.send_block`).
-5. `--compile` makes one graph of an update, from storing and sampling to Adam (`DQN.store_and_update`).
-6. `--cudagraphs` replays it as one CUDA graph (`DQN.learn`). The host does not wait: it acts with the parameters of the
-   update before (`DQN.update`).
+1. `--compile` makes one graph of an update, from storing and sampling to Adam; `--cudagraphs` launches it at once
+   (`DQN.fast`).
+2. Actions are computed on the host, in NumPy, and only where they are not random (`HostNetwork`, `DQN.act`).
+3. Transitions are collected on the host, and sent to the device once per update (`BlockReplayBuffer`).
+4. Environments are stepped without the vector environment's own work (`DirectEnvs`).
+5. The host does not wait for a CUDA device: it acts while the device updates (`DQN.update`).
 
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile --cudagraphs
 """
 
 import copy
 import json
-import logging
 import math
 import os
-import platform
 import shutil
 import signal
 import sys
-import textwrap
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -39,97 +36,61 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import CudaGraphModule
 from torch import nn
-from torch.func import functional_call, vmap
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 LOG_INTERVAL = 100  # vector steps between two logs of the losses
-GRAPH_WARMUP = 3  # the call at which a CUDA graph is captured; compilation is over by then
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
 
 @dataclass
 class Args:
-    env_id: str = "CartPole-v1"
-    """gymnasium environment"""
-    total_timesteps: int = 500_000
-    """environment steps of the whole run, over all environments"""
-    num_envs: int = 1
-    """environments that step together"""
-    buffer_size: int = 10_000
-    """transitions in the replay buffer"""
-    gamma: float = 0.99
-    """discount factor"""
-    tau: float = 1.0
-    """target smoothing coefficient"""
-    batch_size: int = 128
-    """transitions per update"""
-    learning_starts: int = 10_000
-    """environment steps before the first update"""
-    learning_rate: float = 2.5e-4
-    """learning rate of the Q-network"""
-    train_frequency: int = 10
-    """environment steps between two updates"""
-    target_network_frequency: int = 500
-    """environment steps between two updates of the target network"""
-    start_e: float = 1.0
-    """probability of a random action at the first step"""
-    end_e: float = 0.05
-    """probability of a random action at the end of exploration"""
-    exploration_fraction: float = 0.5
-    """fraction of --total-timesteps over which this probability falls linearly"""
+    env_id: str = "CartPole-v1"  # gymnasium environment
+    total_timesteps: int = 500_000  # environment steps of the whole run, over all environments
+    num_envs: int = 1  # environments that step together
+    buffer_size: int = 10_000  # transitions in the replay buffer
+    gamma: float = 0.99  # discount factor
+    tau: float = 1.0  # target smoothing coefficient
+    batch_size: int = 128  # transitions per update
+    learning_starts: int = 10_000  # environment steps before the first update
+    learning_rate: float = 2.5e-4  # learning rate of the Q-network
+    train_frequency: int = 10  # environment steps between two updates
+    target_network_frequency: int = 500  # environment steps between two updates of the target network
+    start_e: float = 1.0  # probability of a random action at the first step
+    end_e: float = 0.05  # probability of a random action at the end of exploration
+    exploration_fraction: float = 0.5  # fraction of --total-timesteps over which this probability falls linearly
 
-    compile: bool = False
-    """compile the updates with torch.compile"""
-    cudagraphs: bool = False
-    """replay learning as a CUDA graph"""
-    compile_mode: CompileMode = "default"
-    """torch.compile's mode"""
+    compile: bool = False  # compile the update with torch.compile
+    cudagraphs: bool = False  # replay the update as a CUDA graph
+    compile_mode: CompileMode = "default"  # torch.compile's mode
+    cuda: bool = True  # use a CUDA device if there is one
+    threads: int = 1  # CPU threads of torch (0: torch's default); for matrices this small one is best
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem
-    """name of the experiment, part of the run's folder name"""
-    seed: int = 1
-    """seed of the environments, NumPy and torch"""
-    run_dir: str = "runs"
-    """parent folder of all runs"""
-    resume: str | None = None
-    """run to continue: its folder or its checkpoint.pt, whose flags become the defaults"""
-    checkpoint_interval: int = 0
-    """save a checkpoint every so many environment steps (0: only at the end)"""
-    capture_video: bool = False
-    """record videos of the first environment"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "leanrl"
-    """project on Weights & Biases"""
-    wandb_entity: str | None = None
-    """team on Weights & Biases"""
-    cuda: bool = True
-    """use a CUDA device if there is one"""
-    threads: int = 1  # small matrices: a second thread gains little, and costs much on a busy machine
-    """CPU threads for torch (0: torch's default)"""
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """precision of float32 matmuls and convolutions (high: TF32, medium: bfloat16)"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    seed: int = 1  # seed of the environments, NumPy and torch
+    run_dir: str = "runs"  # parent folder of all runs
+    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
+    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    capture_video: bool = False  # record videos of the first environment
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # project on Weights & Biases
+    wandb_entity: str | None = None  # team on Weights & Biases
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
 AT_LEAST_1 += ("train_frequency", "target_network_frequency")
 AT_MOST_1 = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
-POSITIVE = ("learning_rate", "exploration_fraction")  # others may be 0, none negative
 FIXED = ("env_id", "buffer_size")  # what a resumed run cannot change
-BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # Adam's
-RUNNING_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.utils.parametrizations._SpectralNorm)
 
 
-class QNetwork(nn.Module):
+class QNetwork(nn.Sequential):
     """Q(s, a) of all actions: (batch, obs_dim) to (batch, num_actions)."""
 
     def __init__(self, obs_dim, num_actions):
-        super().__init__()
-        self.net = nn.Sequential(
+        super().__init__(
             nn.Linear(obs_dim, 120),
             nn.ReLU(),
             nn.Linear(120, 84),
@@ -137,103 +98,78 @@ class QNetwork(nn.Module):
             nn.Linear(84, num_actions),
         )
 
+
+class GreedyPolicy(nn.Module):
+    """What policy.pt2 holds, the actions of highest value: (batch, obs_dim) to (batch,)."""
+
+    def __init__(self, q):
+        super().__init__()
+        self.q = q
+
     def forward(self, obs):
-        return self.net(obs)
+        return self.q(obs).argmax(-1)
 
 
 class DQN:
     """The learner. CUDA graphs replay kernels, not Python: what changes in training is a tensor, updated in place."""
 
-    warmup_updates = GRAPH_WARMUP  # until the update is compiled and captured
-
     def __init__(self, args, envs, device):
         self.args = args
         self.device = device
-        self.cudagraphs = args.cudagraphs and device.type == "cuda"
-        self.num_envs = envs.num_envs
         self.obs_dim = envs.single_observation_space.shape[0]
         self.num_actions = int(envs.single_action_space.n)
         with device:
-            q = QNetwork(self.obs_dim, self.num_actions)
-        self.q = FlatNetwork(q)
-        self.target_q = FlatNetwork(copy.deepcopy(q))
-        self.optimizers = {"q": Adam(self.q.weights, args.learning_rate)}
-        self.scalars = Scalars(device)
+            self.q = QNetwork(self.obs_dim, self.num_actions)
+            self.target_q = copy.deepcopy(self.q)
+        self.host_q = HostNetwork(self.q)
+        self.optimizers = {"q": Adam(self.q.parameters(), args.learning_rate)}
+        self.scalars = {name: torch.zeros((), device=device) for name in ("q_values", "td_loss")}
         self.rng = np.random.default_rng(args.seed)  # for random actions
-        # numbers from [0, 1) that pick a batch, in float64, since float32 is uneven over a million rows
-        self.uniform = torch.empty(args.batch_size, dtype=torch.float64, device=device)
         self.updates = 0
 
-        on_cuda = device.type == "cuda"
-        self.acting_q = FlatNetwork(copy.deepcopy(q).cpu())
-        self.acting_values = on_host(self.acting_q.network, "net", self.obs_dim)
-        self.arriving_weights = torch.zeros_like(self.acting_q.weights, pin_memory=on_cuda)
-        self.arriving_weights.copy_(self.q.weights)
-        self.weights_arrived = torch.cuda.Event() if on_cuda else HostEvent()
-        self.buffers = list(zip(self.acting_q.network.buffers(), self.q.network.buffers(), strict=True))
+        self.widths = [self.obs_dim, self.obs_dim, 1, 1, 1]  # of observations, action, reward, terminated
+        # random numbers are drawn outside of compiled functions, so that all modes draw the same ones
+        self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)
 
-        shapes = {"obs": (self.obs_dim,), "next_obs": (self.obs_dim,), "actions": (), "rewards": (), "terminated": ()}
-        require_memory(args, "buffer_size", bytes_each=4 * sum(math.prod(shape) for shape in shapes.values()))
-        steps = min(math.ceil(args.train_frequency / self.num_envs), args.buffer_size // self.num_envs)
-        self.block_size = steps * self.num_envs  # transitions that are collected on the host before they are sent
-        self.replay = DeviceReplayBuffer(args.buffer_size, shapes, device, spare=self.block_size)
-        self.host_block = torch.zeros(self.block_size + 1, self.replay.width, pin_memory=on_cuda)
-        self.host_rows = self.host_block.numpy()
-        self.block = self.host_block.to(device)  # on a CPU the same memory
-        self.block_sent = torch.cuda.Event() if on_cuda else HostEvent()
-        self.collected = 0
-        self.apply_compile_and_cudagraphs()
+        steps = min(math.ceil(args.train_frequency / args.num_envs), max(1, args.buffer_size // args.num_envs))
+        self.replay = BlockReplayBuffer(args.buffer_size, steps * args.num_envs, sum(self.widths), device)
+        self.store_and_learn = self.fast(self.store_and_learn)
 
-    def store_and_update(self, uniform):
-        """Store the block, then make one step on the Q-network; returns losses by name.
-
-        `uniform`, (batch,), from [0, 1), picks the transitions.
-        """
-        self.store_block()
-        batch = self.replay.sample(uniform)
+    def store_and_learn(self):
+        """Store the newest transitions, then make one step on the Q-network."""
+        self.replay.store()
+        batch = self.replay.sample(self.uniform)
+        obs, next_obs, actions, rewards, terminated = batch.split(self.widths, -1)
 
         # TD loss
         with torch.no_grad():
-            next_q = self.target_q(batch["next_obs"]).amax(-1)
-            target = batch["rewards"] + (1 - batch["terminated"]) * self.args.gamma * next_q
-        weights = self.q.weights.detach().requires_grad_()
-        actions = batch["actions"].long()[:, None]
-        q = self.q(batch["obs"], weights=weights).gather(-1, actions).squeeze(-1)
+            next_q = self.target_q(next_obs).amax(-1, keepdim=True)
+            target = rewards + (1 - terminated) * self.args.gamma * next_q
+        q = self.q(obs).gather(-1, actions.long())
         td_loss = (q - target).square().mean()
-        (gradient,) = torch.autograd.grad(td_loss, weights)
-        self.optimizers["q"].step(self.q.weights, gradient)
-        return {"q_values": q.detach().mean(), "td_loss": td_loss.detach()}
-
-    def learn(self):
-        """One update, with the random numbers in `uniform`."""
-        self.scalars.store(**self.store_and_update(self.uniform))
+        self.optimizers["q"].step(td_loss)
+        self.store(q_values=q.mean(), td_loss=td_loss)
 
     def update(self):
         """Launch one update: on a CUDA device it may still run when this returns.
 
-        From here on the host acts with the parameters of the update before, which have arrived while it was acting.
-
-        Random numbers are drawn here: outside compiled functions, so that all modes draw the same ones, and outside
-        CUDA graphs, so that a replay need not set the generator's seed and offset first.
+        So the host acts without it until the next update: from here on with the weights of the update before.
         """
-        self.weights_arrived.synchronize()
-        self.acting_q.weights.copy_(self.arriving_weights)
-        for acting_buffer, buffer in self.buffers:  # forward may have changed it
-            acting_buffer.copy_(buffer)
-        self.send_block()
+        self.host_q.receive()
+        self.replay.send()
         self.uniform.uniform_()
-        self.learn()
-        self.arriving_weights.copy_(self.q.weights, non_blocking=True)
-        self.weights_arrived.record()
+        self.store_and_learn()
+        self.host_q.send()
         self.updates += 1
 
+    @torch.no_grad()
     def update_target(self):
         """Move the target network by `tau` toward the Q-network; 1 copies it."""
-        self.target_q.weights.lerp_(self.q.weights, self.args.tau)
+        torch._foreach_lerp_(list(self.target_q.parameters()), list(self.q.parameters()), self.args.tau)
 
     def greedy(self, obs):
         """The actions of highest value, (num_envs,), for `obs`, (num_envs, obs_dim); both are NumPy."""
-        return self.acting_values(obs).argmax(-1)
+        return self.host_q.forward(obs.astype(np.float32, copy=False)).argmax(-1)
 
     def act(self, obs, exploration):
         """Actions for `obs`, each random with probability `exploration`, else greedy; both are NumPy."""
@@ -244,62 +180,46 @@ class DQN:
             actions[explore] = self.rng.integers(self.num_actions, size=count)
         return actions
 
-    def store(self, **transitions):
-        """Collect a transition per environment on the host; columns are NumPy, (num_envs, ...)."""
-        if self.collected == self.block_size:
-            self.send_block()
-            self.store_block()
-        if self.collected == 0:
-            self.block_sent.synchronize()
-        rows = self.host_rows[self.collected : self.collected + self.num_envs]
-        self.replay.pack(transitions, rows)
-        self.collected += self.num_envs
-
-    def send_block(self):
-        """Send the collected transitions to the device, and, in the last row, their number."""
-        self.host_rows[-1, 0] = self.collected  # the last copy is over: `store` or `update` has waited for it
-        self.block.copy_(self.host_block, non_blocking=True)
-        self.block_sent.record()
-        self.collected = 0
-
-    def store_block(self):
-        """Write the transitions that were sent to the replay buffer."""
-        self.replay.write(self.block[:-1], count=self.block[-1, 0].long())
-
-    def apply_compile_and_cudagraphs(self):
-        """The one place where functions are compiled and captured."""
+    def fast(self, function):
+        """`function`, which has no arguments and no results, compiled and as a CUDA graph where the flags say so."""
         if self.args.compile:
-            # on a CPU, kernels are called from C++
-            options = ON_CUDA if self.device.type == "cuda" else {"cpp_wrapper": True}
-            self.store_and_update = compiled(self.store_and_update, self.args.compile_mode, options)
-        if self.cudagraphs:
-            self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)
+            torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+            torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
+            options = torch._inductor.list_mode_options(self.args.compile_mode)
+            options["guard_filter_fn"] = needed_guards
+            if self.device.type == "cuda":
+                options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
+            else:
+                options["cpp_wrapper"] = True  # kernels are called from C++: worth a seventh of so small an update
+            function = torch.compile(function, fullgraph=True, options=options)
+        if self.args.cudagraphs:
+            function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
+        return function
+
+    def store(self, **scalars):
+        """Keep scalars for the log, always in the same memory."""
+        for name, value in scalars.items():
+            self.scalars[name].copy_(value.detach())
 
     def losses(self):
         """The last update's losses by name; waits for that update."""
-        return self.scalars.fetch()
+        return dict(zip(self.scalars, torch.stack(list(self.scalars.values())).tolist(), strict=True))
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU."""
-        return Policy(self.q.cpu_copy())
+        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        return GreedyPolicy(copy.deepcopy(self.q).cpu()).eval(), (torch.zeros(2, self.obs_dim),)
 
     def tensors(self):
         """Every tensor that updates change, but the replay buffer. What is missing here is not saved."""
+        networks = {"q": self.q, "target_q": self.target_q, "host_q": self.host_q.network}
         return {
-            "networks": {
-                "q": self.q.network.state_dict(),
-                "target_q": self.target_q.network.state_dict(),
-                "acting_q": self.acting_q.network.state_dict(),
-            },
+            "networks": {name: network.state_dict() for name, network in networks.items()},
             "optimizers": {name: optimizer.tensors() for name, optimizer in self.optimizers.items()},
         }
 
     def state_dict(self):
-        """Copies on the CPU of what the learner needs to continue bit for bit."""
-        if self.collected:
-            self.send_block()
-            self.store_block()
-        return tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), self.tensors()) | {
+        """What the learner needs to continue bit for bit."""
+        return self.tensors() | {
             "replay": self.replay.state_dict(),
             "updates": self.updates,
             "numpy_rng": self.rng.bit_generator.state,
@@ -311,11 +231,9 @@ class DQN:
         """Continue from what `state_dict` returned, with the learning rate of this run's arguments."""
         tensors = self.tensors()
         load_tensors(tensors, {name: state[name] for name in tensors})
-        self.arriving_weights.copy_(self.q.weights)
+        self.host_q.send()
         self.replay.load_state_dict(state["replay"])
-        self.collected = 0
         self.updates = state["updates"]
-        self.warmup_updates += self.updates
         self.rng.bit_generator.state = state["numpy_rng"]
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
@@ -323,7 +241,7 @@ class DQN:
 
 def epsilon(step, args):
     """The probability of a random action at environment step `step`: from start_e down to end_e, then constant."""
-    progress = min(step / (args.exploration_fraction * args.total_timesteps), 1.0)
+    progress = min(step / max(args.exploration_fraction * args.total_timesteps, 1), 1)
     return args.start_e + progress * (args.end_e - args.start_e)
 
 
@@ -332,23 +250,199 @@ def times_due(frequency, step, num_envs):
     return step // frequency - (step - num_envs) // frequency
 
 
-def train(args, on_start=lambda run: None):
-    """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    with Run(args) as run:
-        check_replay(args)
-        check_compile(args, run.device)
-        envs = DirectEnvs(make_envs(args, run.folder))
-        require_discrete_actions(args, envs)
-        learner = DQN(args, envs, run.device)
-        run.start(envs, learner)
+class HostNetwork:
+    """A copy of `network` that acts on the host, in NumPy. `send` and `receive` bring the weights from the device."""
+
+    def __init__(self, network):
+        self.network = copy.deepcopy(network).cpu()
+        self.forward = numpy_function(self.network)
+        self.newest = flat_views(network)
+        self.in_use = flat_views(self.network)
+        self.packed = torch.cat(self.newest)  # one vector, to be sent by one copy
+        self.arriving = torch.zeros_like(self.packed, device="cpu", pin_memory=self.packed.is_cuda)
+        self.arrived = torch.cuda.Event() if self.packed.is_cuda else torch.cpu.Event()
+        self.send()
+
+    def send(self):
+        """Launch the copy of the newest weights to the host."""
+        torch.cat(self.newest, out=self.packed)
+        self.arriving.copy_(self.packed, non_blocking=True)
+        self.arrived.record()
+
+    def receive(self):
+        """Wait for the weights that were sent last, and act with them from now on."""
+        self.arrived.synchronize()
+        torch._foreach_copy_(self.in_use, self.arriving.split([x.numel() for x in self.in_use]))
+
+
+def flat_views(network):
+    """Views of a network's parameters and buffers as vectors."""
+    return [tensor.detach().view(-1) for tensor in (*network.parameters(), *network.buffers())]
+
+
+def numpy_function(module):
+    """`module`, on the CPU, as a function of a NumPy array, (batch, inputs), that reads the weights where they are.
+
+    For a few rows of a small network torch takes tens of microseconds, almost all of them before it computes anything,
+    and NumPy a few. What is not listed here is called in torch.
+    """
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        functions = [numpy_function(layer) for layer in module]
+
+        def sequence(x):
+            for function in functions:
+                x = function(x)
+            return x
+
+        return sequence
+    if type(module) is nn.Linear and module.bias is not None:
+        weight, bias = module.weight.detach().numpy().T, module.bias.detach().numpy()[None]
+        return lambda x: x.dot(weight) + bias
+    if type(module) is nn.Tanh:
+        return np.tanh
+    if type(module) is nn.ReLU:
+        return partial(np.maximum, np.zeros((), np.float32))  # a Python 0 would be converted at each call
+    return lambda x: module(torch.from_numpy(x)).detach().numpy()
+
+
+def needed_guards(guards):
+    """Which guards a compiled function checks at each call: not those on layers, imported modules and constants."""
+    not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
+    return [keep and keep_too for keep, keep_too in zip(not_layers, not_globals, strict=True)]
+
+
+class Adam:
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) that can be part of a compiled function, as torch.optim's cannot.
+
+    To change the learning rate at any time, fill the tensor `lr`.
+    """
+
+    beta1, beta2, eps = 0.9, 0.999, 1e-8
+
+    def __init__(self, weights, lr):
+        self.weights = list(weights)
+        self.m = [torch.zeros_like(w) for w in self.weights]
+        self.v = [torch.zeros_like(w) for w in self.weights]
+        device = self.weights[0].device
+        self.lr = torch.tensor(lr, dtype=torch.float64, device=device)
+        self.betas = torch.tensor((self.beta1, self.beta2), dtype=torch.float64, device=device)
+        self.ones = torch.zeros_like(self.betas)  # the same averages as m and v, of ones: they correct the bias
+
+    @torch.no_grad()
+    def step(self, loss):
+        """Move the weights one step against the gradient of `loss`, in place."""
+        gradients = torch.autograd.grad(loss, self.weights)
+        self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
+        torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
+        torch._foreach_mul_(self.v, self.beta2)
+        torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
+
+        # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
+        ones1, ones2 = self.ones.unbind()
+        root = ones2.sqrt()
+        denominator = torch._foreach_sqrt(self.v)
+        torch._foreach_add_(denominator, (self.eps * root).float(), alpha=1)  # without `alpha` the host would wait
+        torch._foreach_mul_(denominator, (ones1 / (self.lr * root)).float())
+        torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
+
+    def tensors(self):
+        """What a resumed run needs."""
+        return {"m": self.m, "v": self.v, "ones": self.ones}
+
+
+class BlockReplayBuffer:
+    """Transitions on the device, one row each; the newest overwrite the oldest.
+
+    They are collected in a block of host memory: `send` launches its copy to the device, where `store` then writes it
+    to the buffer. Nothing here waits for the device, save for the end of the last copy.
+    """
+
+    def __init__(self, size, block_size, width, device):
+        on_cuda = device.type == "cuda"
+        self.host_block = torch.zeros(block_size, width, pin_memory=on_cuda)
+        self.host_rows = self.host_block.numpy()
+        self.collected = 0  # transitions in `host_block`
+        self.block = self.host_block.to(device)  # on a CPU the same memory
+        self.sent = torch.zeros((), dtype=torch.int64, device=device)  # transitions in `block`
+        self.block_sent = torch.cuda.Event() if on_cuda else torch.cpu.Event()
+
+        self.size = size
+        self.rows = torch.empty(size + 1, width, device=device)  # the last one takes what is not to be stored
+        self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions so far
+
+    def collect(self, obs, next_obs, actions, rewards, terminated):
+        """Take a transition per environment into the block; all are NumPy, (num_envs, ...)."""
+        if self.collected == len(self.host_rows):
+            self.send()
+            self.store()
+        if self.collected == 0:
+            self.block_sent.synchronize()
+        rows = self.host_rows[self.collected : self.collected + len(obs)]
+        columns = (obs, next_obs, actions[:, None], rewards[:, None], terminated[:, None])
+        np.concatenate(columns, 1, rows, casting="unsafe")
+        self.collected += len(obs)
+
+    def send(self):
+        """Launch the copy of the block to the device, and begin a new one."""
+        self.block.copy_(self.host_block, non_blocking=True)
+        self.block_sent.record()
+        self.sent.fill_(self.collected)
+        self.collected = 0
+
+    def store(self):
+        """Write the transitions that were sent to the buffer."""
+        i = torch.arange(len(self.block), device=self.block.device)
+        places = torch.where(i < self.sent, (self.stored + i) % self.size, self.size)
+        self.rows.index_copy_(0, places, self.block)
+        self.stored.add_(self.sent)
+
+    def sample(self, uniform):
+        """Stored rows, (batch, width), one for each number in `uniform`, (batch,), from [0, 1)."""
+        return self.rows.index_select(0, (uniform * self.stored.clamp(max=self.size)).long())
+
+    def state_dict(self):
+        self.send()
+        self.store()
+        return {"rows": self.rows[: self.stored.clamp(max=self.size)].clone(), "stored": self.stored}
+
+    def load_state_dict(self, state):
+        self.rows[: len(state["rows"])] = state["rows"]
+        self.stored.copy_(state["stored"])
+        self.collected = 0
+
+
+def load_tensors(tensors, saved):
+    """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
+
+    def load(tensor, value):
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            raise ValueError(f"{value.dtype} {tuple(value.shape)} instead of {tensor.dtype} {tuple(tensor.shape)}")
+        tensor.detach().copy_(value)
+
+    tree_map(load, tensors, saved)
+
+
+def train(args):
+    """Train an agent."""
+    device, folder = prepare(args)
+    if args.cudagraphs and device.type == "cpu":
+        print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
+        args.cudagraphs = False
+    envs = DirectEnvs(make_envs(args, folder))
+    require_discrete_actions(args, envs)
+    learner = DQN(args, envs, device)
+    with Run(args, folder, envs, learner) as run:
         obs, _ = envs.reset(seed=args.seed + run.step)
-        on_start(run)
         while run.unfinished():
             actions = learner.act(obs, epsilon(run.step, args))
-            next_obs, last_obs, rewards, terminated, truncated = envs.step(actions)  # while CUDA runs the last update
-            learner.store(obs=obs, next_obs=last_obs, actions=actions, rewards=rewards, terminated=terminated)
+            next_obs, rewards, terminated, truncated, _ = envs.step(actions)  # while CUDA runs the last update
+            learner.replay.collect(obs, next_obs, actions, rewards, terminated)
+            ended = terminated | truncated
             obs = next_obs
-            run.advance(rewards, terminated | truncated)
+            if any(ended):
+                obs = envs.restart(ended)
+            run.advance(rewards, ended)
             if run.step > args.learning_starts:
                 for _ in range(times_due(args.train_frequency, run.step, args.num_envs)):
                     learner.update()
@@ -358,416 +452,53 @@ def train(args, on_start=lambda run: None):
                 run.log(learner.losses())
 
 
-class Policy(nn.Module):
-    """What policy.pt2 holds, the greedy policy: (batch, obs_dim) to (batch,)."""
-
-    def __init__(self, q):
-        super().__init__()
-        self.q = q
-
-    def forward(self, obs):
-        return self.q(obs).argmax(-1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What makes it fast: flat network, Adam, acting in NumPy, replay buffer on the device, compilation, environments
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class FlatNetwork:
-    """A network whose parameters are views of one flat vector, `weights`, which requires no gradient.
-
-    `flat(*inputs)` calls the network. To learn, call `flat(*inputs, weights=w)` with
-    `w = flat.weights.detach().requires_grad_()`: calls without `w` give no gradient. The members of an
-    nn.ModuleList are called together: outputs get a leading dimension.
-
-    Each parameter starts on a 64-byte boundary, for fast loads. Matrices are stored transposed: the gradient of a
-    batched matmul then needs no copy.
-    """
-
-    def __init__(self, network, batched=True, pin_memory=False):
-        """`batched` calls the members of an nn.ModuleList as one network: faster if compiled or captured."""
-        self.network = network
-        self.several = isinstance(network, nn.ModuleList)
-        self.batched = batched and self.several
-        self.members = list(network) if self.several else [network]
-        first = self.members[0]
-        for layer in first.modules():
-            if isinstance(layer, RUNNING_STATISTICS) or hasattr(layer, "weight_u"):  # of the old spectral_norm
-                raise ValueError("flat networks cannot hold statistics (BatchNorm, spectral norm): use LayerNorm")
-        if any(repr(member) != repr(first) for member in self.members):
-            raise ValueError("the members of a ModuleList must have the same layers")
-        for buffers in zip(*(member.buffers() for member in self.members), strict=True):
-            if any(not torch.equal(buffer, buffers[0]) for buffer in buffers):
-                raise ValueError("the members of a ModuleList share the first one's buffers: these must be equal")
-        if len({parameter.requires_grad for parameter in first.parameters()}) > 1:
-            raise ValueError("flat networks learn all of their parameters: register frozen ones as buffers")
-        self.shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
-        self.tied = len(self.shapes) < len(list(first.named_parameters(remove_duplicate=False)))
-        self.sizes = []  # of each parameter, and of the padding behind it
-        for shape in self.shapes.values():
-            size = len(self.members) * shape.numel()
-            self.sizes += [size, -size % 16]
-        device = next(first.parameters()).device
-        self._weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
-        for name, view in self.views(self.weights).items():
-            for member, value in zip(self.members, view if self.several else [view], strict=True):
-                parameter = member.get_parameter(name)
-                value.copy_(parameter.detach())
-                parameter.requires_grad_(False)
-                parameter.data = value
-
-    @property
-    def weights(self):
-        """The flat vector. Change it in place: the network's parameters, and CUDA graphs, stay where they are."""
-        return self._weights
-
-    def views(self, weights):
-        """Parameters by name as views of a flat vector; those of several members have a leading dimension."""
-        lead = (len(self.members),) if self.several else ()
-        parameters = weights.split(self.sizes)[::2]  # every other piece is padding
-        views = {}
-        for (name, shape), parameter in zip(self.shapes.items(), parameters, strict=True):
-            if len(shape) == 2:
-                views[name] = parameter.view(*lead, *reversed(shape)).mT
-            else:
-                views[name] = parameter.view(*lead, *shape)
-        return views
-
-    def unbind(self, view):
-        """The members' parts of a parameter; matrices as they are stored, so that their gradients need no copies."""
-        return [part.mT for part in view.mT.unbind()] if view.ndim == 3 else view.unbind()
-
-    def call(self, parameters, *inputs):
-        return functional_call(self.members[0], parameters, inputs, tie_weights=self.tied)
-
-    def __call__(self, *inputs, weights=None):
-        """The network's outputs, (batch, ...), or those of all members, (members, batch, ...)."""
-        if weights is None and not self.batched and not torch.compiler.is_compiling():
-            return self.stack([member(*inputs) for member in self.members])  # eager functional_call costs time
-        views = self.views(self.weights if weights is None else weights)
-        if not self.several:
-            return self.call(views, *inputs)
-        if self.batched:
-            inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
-            return vmap(self.call, randomness="different")(views, *inputs)
-        members = zip(*map(self.unbind, views.values()), strict=True)
-        return self.stack([self.call(dict(zip(views, member, strict=True)), *inputs) for member in members])
-
-    def stack(self, outputs):
-        """The members' outputs with a leading dimension; a single network's as they are."""
-        return tree_map(lambda *tensors: torch.stack(tensors), *outputs) if self.several else outputs[0]
-
-    def cpu_copy(self):
-        """A copy of the network on the CPU, with parameters that are contiguous as torch.export likes them."""
-        network = copy.deepcopy(self.network).cpu()
-        for parameter in network.parameters():
-            parameter.data = parameter.data.contiguous()
-        return network
-
-
-class Adam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) for one flat vector.
-
-    `optimizer.lr = 1e-4` works at any time: attributes are tensors, which assignment fills in place, so that CUDA
-    graphs and checkpoints see the change.
-
-    torch.optim's Adam compiles too, but computes powers of the betas once per parameter: in float32 they are wrong in
-    the fifth digit, in float64 they take 6% of a compiled update. Running products do without.
-    """
-
-    def __init__(self, weights, lr):
-        self.lr = torch.as_tensor(lr, dtype=torch.float64, device=weights.device)
-        self.m = torch.zeros_like(weights)
-        self.v = torch.zeros_like(weights)
-        self._betas = torch.tensor((BETA1, BETA2), dtype=torch.float64, device=weights.device)
-        self.decay = torch.ones_like(self._betas)  # beta1**t and beta2**t after t steps
-
-    def __setattr__(self, name, value):
-        if name in vars(self) and torch.is_tensor(value):
-            vars(self)[name].copy_(value)
-        elif name in vars(self):
-            vars(self)[name].fill_(value)  # unlike a copy from the CPU this does not wait for the device
-        elif torch.is_tensor(value):
-            super().__setattr__(name, value)
-        else:
-            raise TypeError(f"Adam.{name} must be a tensor: CUDA graphs freeze Python values, checkpoints lack them")
-
-    def step(self, weights, gradient):
-        """Move `weights` one step against `gradient`, in place."""
-        self.decay.mul_(self._betas).clamp_(min=1e-30)  # denormal numbers, after 7000 steps, would be slow
-        self.m.lerp_(gradient, 1 - BETA1)
-        self.v.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
-        correction1, correction2 = (1 - self.decay).unbind()
-        root = correction2.sqrt()
-        # lr * m_hat / (sqrt(v_hat) + eps): the corrections and lr are in the denominator, also right for lr = 0
-        denominator = self.v.sqrt().add_(EPS * root).mul_(correction1 / (self.lr * root))
-        weights.addcdiv_(self.m, denominator, value=-1)
-
-    def tensors(self):
-        """What a resumed run needs, by name: all but the learning rate and the betas, which are the script's."""
-        return {name: tensor for name, tensor in vars(self).items() if name not in ("lr", "_betas")}
-
-
-class Scalars:
-    """Numbers to log, which stay on the device until they are fetched."""
-
-    def __init__(self, device):
-        self.device = device
-        self.groups = {}  # names of scalars that are stored together, and their memory
-
-    def store(self, **scalars):
-        """Store detached 0-dimensional tensors by name, always in the same memory."""
-        names = tuple(scalars)
-        if names not in self.groups:
-            self.groups[names] = torch.zeros(len(names), device=self.device)
-        torch.stack(list(scalars.values()), out=self.groups[names])
-
-    def fetch(self):
-        """The newest values by name; waits for the device."""
-        return {n: v for names, values in self.groups.items() for n, v in zip(names, values.tolist(), strict=True)}
-
-
-def numpy_linear(layer):
-    """nn.Linear on NumPy views of its parameters."""
-    weight = layer.weight.detach().numpy().T
-    bias = np.zeros(1, np.float32) if layer.bias is None else layer.bias.detach().numpy()
-    bias = bias[None]  # with `dot` and a 2-dimensional bias a single row is fastest
-    return lambda x: x.dot(weight) + bias
-
-
-NUMPY_LAYERS = {  # makes a function of a NumPy array from a layer of exactly this class
-    nn.Linear: numpy_linear,
-    nn.ReLU: lambda layer: partial(np.maximum, np.zeros((), np.float32)),  # a Python 0 would be converted each time
-    nn.LeakyReLU: lambda layer: lambda x: np.where(x > 0, x, layer.negative_slope * x),
-    nn.SiLU: lambda layer: lambda x: x * (0.5 + 0.5 * np.tanh(0.5 * x)),
-    nn.Tanh: lambda layer: np.tanh,
-    nn.Identity: lambda layer: lambda x: x,
-}
-
-
-def numpy_function(sequential):
-    """An nn.Sequential as a function of a NumPy array, (batch, inputs), that reads the parameters where they are."""
-    functions = [NUMPY_LAYERS[type(layer)](layer) for layer in sequential]
-
-    def function(x):
-        x = x.astype(np.float32, copy=False)
-        for layer in functions:
-            x = layer(x)
-        return x
-
-    return function
-
-
-def on_host(network, layers, obs_dim, forward=lambda network, obs: network(obs)):
-    """`forward(network, obs)` on the CPU as a function of a NumPy array, (batch, obs_dim), with the newest parameters.
-
-    For a few rows NumPy takes a fraction of torch's time. It calls `layers`, the name of an nn.Sequential in `network`,
-    if this gives what torch gives for random parameters; otherwise torch is called.
-    """
-
-    @torch.no_grad()
-    def by_torch(network, obs):
-        return forward(network, torch.as_tensor(obs, dtype=torch.float32)).numpy()
-
-    trial = copy.deepcopy(network)
-    generator = torch.Generator().manual_seed(0)
-    for tensor in trial.state_dict().values():  # zeros could hide a difference
-        tensor.copy_(3 * torch.randn(tensor.shape, generator=generator))
-    scales = torch.logspace(-2, 3, 16)[:, None]  # large ones reach limits, such as a clamp
-    obs = (scales * torch.randn(16, obs_dim, generator=generator)).numpy()
-    try:
-        wanted = by_torch(trial, obs)
-        error = numpy_function(trial.get_submodule(layers))(obs) - wanted
-        if not (np.linalg.norm(error, axis=-1) <= 1e-4 * np.linalg.norm(wanted, axis=-1)).all():
-            raise ValueError(f"its outputs are not those of {layers} alone")
-    except Exception as error:
-        note(f"{type(network).__name__} acts in torch, which is slower than NumPy: {one_line(error)}")
-        return partial(by_torch, network)
-    return numpy_function(network.get_submodule(layers))
-
-
-class DeviceReplayBuffer:
-    """Transitions on the device, one row each; the newest overwrite the oldest. Nothing here waits for the device."""
-
-    def __init__(self, size, shapes, device, spare):
-        """`shapes` are those of a transition's columns, by name; at most `spare` rows are written at once."""
-        self.size = size
-        self.shapes = shapes
-        self.width = sum(math.prod(shape) for shape in shapes.values())
-        self.rows = torch.empty(size + spare, self.width, device=device)
-        self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions so far
-
-    def pack(self, columns, rows):
-        """Write NumPy columns by name, (n, ...), side by side into NumPy `rows`, (n, width)."""
-        ordered = [columns[name].reshape(len(rows), -1) for name in self.shapes]
-        np.concatenate(ordered, 1, rows, casting="unsafe")
-
-    def write(self, rows, count):
-        """Store the first `count` of `rows`, (n, width); the others go to the spare rows, which are never sampled."""
-        i = torch.arange(len(rows), device=rows.device)
-        place = torch.where(i < count, (self.stored + i) % self.size, self.size + i)
-        self.rows.index_copy_(0, place, rows)
-        self.stored.add_(count)
-
-    def sample(self, uniform):
-        """Columns by name, (batch, ...), of stored transitions, one for each number in `uniform`, (batch,), [0, 1)."""
-        rows = self.rows.index_select(0, (uniform * self.stored.clamp(max=self.size)).long())
-        return split_columns(rows, self.shapes)
-
-    def state_dict(self):
-        """Copies on the CPU of the stored transitions and their number."""
-        filled = min(int(self.stored), self.size)
-        return {"rows": self.rows[:filled].to("cpu", copy=True), "stored": self.stored.to("cpu", copy=True)}
-
-    def load_state_dict(self, state):
-        """Continue from what `state_dict` returned."""
-        self.rows[: len(state["rows"])] = state["rows"].to(self.rows.device)
-        self.stored.copy_(state["stored"])
-
-
-def split_columns(rows, shapes):
-    """Views of `rows`, (..., width), by column name; `shapes` are those of the columns, which lie side by side."""
-    columns = rows.split([math.prod(shape) for shape in shapes.values()], -1)
-    return {name: x.view(*x.shape[:-1], *shapes[name]) for name, x in zip(shapes, columns, strict=True)}
-
-
-class HostEvent:
-    """A torch.cuda.Event for the CPU, where nothing has to be waited for."""
-
-    def record(self):
-        pass
-
-    def synchronize(self):
-        pass
-
-
-def load_tensors(tensors, saved):
-    """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
-    places, values = dict(tree_leaves_with_path(tensors)), dict(tree_leaves_with_path(saved))
-    unmatched = places.keys() ^ values.keys()
-    if unmatched:
-        raise ValueError(f"only one of them has {min(map(keystr, unmatched))}")
-    for path, tensor in places.items():
-        if tensor.shape != values[path].shape:
-            raise ValueError(f"{keystr(path)} is {tuple(values[path].shape)} and not {tuple(tensor.shape)}")
-        tensor.copy_(values[path])
-
-
-def check_compile(args, device):
-    """Refuse --compile without a compiler, and say so if --cudagraphs cannot be used."""
-    if args.cudagraphs and device.type != "cuda":
-        note("--cudagraphs needs a CUDA device; running without")
-    for name, value in vars(args).items():
-        if name.endswith("compile_mode") and value not in (None, "default") and not args.compile:
-            refuse(name, value, "give --compile too")
-    logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
-    compiler = os.environ.get("CXX", "g++") if device.type == "cpu" else os.environ.get("CC", "gcc")
-    if args.compile and not shutil.which(compiler):
-        refuse("compile", True, f"install {compiler}, which torch.compile needs, or leave it out")
-
-
-def needed_guards(guards):
-    """Which guards a compiled function checks at each call: not those on layers, builtins and imported modules.
-
-    Checking these takes 3 to 4% of a compiled run on a CPU. So a layer's attribute that changes after the first call,
-    `training` included, is not noticed.
-    """
-    needed = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
-    stable = ("__import_", "__builtins_")
-    return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
-
-
-ON_CUDA = {  # inductor's options, mostly for fewer kernels
-    "combo_kernels": True,  # independent small kernels are merged
-    "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
-}
-
-
-def compiled(function, mode, options):
-    """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
-    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-    torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
-    options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
-    return torch.compile(function, fullgraph=True, options=options)
-
-
 class DirectEnvs(gym.vector.VectorWrapper):
-    """Steps the environments of a SyncVectorEnv without the vector environment's own work, which can cost more.
-
-    `step` returns something else than gymnasium's: no wrapper can go around this one.
-    """
+    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do."""
 
     def step(self, actions):
-        """Step each environment, and reset it where an episode ends; `actions` are NumPy, (num_envs, ...).
-
-        Returns the next observations and what the actions led to, the same array unless an episode ended, both
-        (num_envs, obs_dim); rewards, terminated, truncated, (num_envs,). All arrays are new.
-        """
-        space = self.env.observation_space
-        last_obs = np.empty(space.shape, space.dtype)
-        rewards = np.empty(len(last_obs))
-        terminated = np.empty(len(last_obs), bool)
-        truncated = np.empty(len(last_obs), bool)
-        first_obs = {}  # of the episodes that begin, by environment
+        """As in gymnasium, without infos; where an episode has ended, call `restart`."""
+        self.obs = [None] * len(actions)
+        rewards = np.empty(len(actions))
+        terminated = np.empty(len(actions), bool)
+        truncated = np.empty(len(actions), bool)
         for i, env in enumerate(self.env.envs):
-            last_obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
-            if terminated[i] or truncated[i]:
-                first_obs[i], _ = env.reset()
-        next_obs = last_obs
-        if first_obs:
-            next_obs = last_obs.copy()
-            next_obs[list(first_obs)] = list(first_obs.values())
-        return next_obs, last_obs, rewards, terminated, truncated
+            self.obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+        return np.array(self.obs), rewards, terminated, truncated, {}
+
+    def restart(self, ended):
+        """Reset the environments where `ended`, (num_envs,); returns the observations of all."""
+        for i in ended.nonzero()[0]:
+            self.obs[i], _ = self.env.envs[i].reset()
+        return np.array(self.obs)
 
 
 def make_envs(args, folder):
     """`num_envs` copies of the environment, which step one after the other; the first one's videos go to `folder`."""
-    if ":" in args.env_id:
-        note(f"--env-id imports the module {args.env_id.partition(':')[0]}")
 
-    def make_env():
-        options = {"render_mode": "rgb_array"} if args.capture_video else {}
-        env = gym.make(args.env_id, **options)
+    def make_env(index):
+        if args.capture_video and index == 0:
+            env = gym.make(args.env_id, render_mode="rgb_array")
+            env = gym.wrappers.RecordVideo(env, str(folder / "videos"), disable_logger=True)
+        else:
+            env = gym.make(args.env_id)
         return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
 
-    require_memory(args, "num_envs", bytes_each=20_000)  # an environment in Python takes more
     try:
-        # SAME_STEP: where an episode ends, the last observation is in infos["final_obs"]
-        envs = SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
-        remedy = "correct the name, install what is missing, or do without video"
-        refuse("env_id", args.env_id, f"{remedy}: {one_line(error)}")
+        functions = [partial(make_env, index) for index in range(args.num_envs)]
+        envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError) as error:
+        refuse("env_id", args.env_id, error)
     space = envs.single_observation_space
     if len(space.shape) != 1:
-        refuse("env_id", args.env_id, f"choose an environment whose observations are vectors, not {space}")
-    if not isinstance(envs.envs[0].unwrapped.observation_space, gym.spaces.Box):
-        note(f"observations are flattened to vectors of {space.shape[0]} numbers")
-    if args.capture_video:
-        try:
-            envs.envs[0].reset()
-            envs.envs[0].render()
-            envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(folder / "videos"), disable_logger=True)
-        except Exception as error:
-            refuse("capture_video", True, f"this environment cannot be recorded here: {one_line(error)}")
+        refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
     return envs
 
 
 def require_discrete_actions(args, envs):
-    """Refuse environments whose actions are not numbers that count from 0."""
+    """Refuse actions that are not the numbers from 0 up."""
     space = envs.single_action_space
     if not isinstance(space, gym.spaces.Discrete) or space.start != 0:
-        refuse("env_id", args.env_id, f"choose an environment with discrete actions that count from 0, not {space}")
-
-
-def check_replay(args):
-    """Refuse sizes that do not fit together."""
-    if args.buffer_size < args.num_envs:
-        refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
-    if args.batch_size > args.buffer_size:
-        refuse("batch_size", args.batch_size, f"give at most --buffer-size, {args.buffer_size}")
-    if args.learning_starts >= args.total_timesteps:
-        note(f"--learning-starts {args.learning_starts} is not before the end of the run: nothing will be learned")
+        refuse("env_id", args.env_id, f"actions must be discrete and count from 0, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -778,46 +509,24 @@ def check_replay(args):
 def parse_args():
     """The command line; with --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
-    if args.resume is None:
-        return args
-    saved = load_checkpoint(args).get("args", {})
-    defaults = {name: value for name, value in saved.items() if name in vars(args)}
-    if len(defaults) < len(saved):
-        note(f"ignoring flags of the checkpoint that this script lacks: {', '.join(saved.keys() - defaults.keys())}")
-    return tyro.cli(Args, default=Args(**defaults), description=__doc__)
-
-
-def note(text):
-    """Tell the user, if anybody reads stderr."""
-    with suppress(OSError):
-        print(f"note: {text}", file=sys.stderr)
+    if args.resume is not None:
+        saved = load_checkpoint(args.resume).get("args", {})
+        defaults = {name: value for name, value in saved.items() if name in vars(args)}
+        args = tyro.cli(Args, default=Args(**defaults), description=__doc__)
+    return args
 
 
 def refuse(name, value, remedy):
     """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def one_line(error):
-    """What an error says, in one line."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 400)
-
-
-def require_memory(args, name, bytes_each):
-    """Refuse a count, argument `name`, of things that do not fit into memory, `bytes_each` each."""
-    if not hasattr(os, "sysconf"):  # on Windows
-        return
-    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
-    if getattr(args, name) * bytes_each > limit:
-        refuse(name, getattr(args, name), f"give at most {limit // bytes_each}, which takes {limit / 1e9:.0f} GB")
-
-
 def prepare(args):
-    """Check the arguments, seed NumPy and torch, and return the device."""
+    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
     for name, value in vars(args).items():
-        low = 1 if name in AT_LEAST_1 else 1e-12 if name in POSITIVE else 0
-        high = 1 if name in AT_MOST_1 else 1e12
+        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -825,26 +534,28 @@ def prepare(args):
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed % 2**32)
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    return device, Path(args.run_dir) / name.replace("/", "_")
 
 
-def load_checkpoint(args):
-    """What a run's `save` wrote to the folder or file in --resume, on the CPU."""
-    path = Path(args.resume)
+def load_checkpoint(resume):
+    """What a run's `save` wrote to this folder or file, on the CPU."""
+    path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
-        refuse("resume", args.resume, f"give the folder of a run with an intact checkpoint.pt ({one_line(error)})")
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def replace_file(path, write):
-    """Replace the file at `path` atomically by what `write(file)` writes: a crash leaves the old or the new file."""
+    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
@@ -856,14 +567,8 @@ def replace_file(path, write):
         raise OSError(f"could not write {path}: is the disk full?") from error
 
 
-def has_nan(state):
-    """Whether any tensor in nested dictionaries holds a NaN."""
-    tensors = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    return any(tensor.isnan().any() for tensor in tensors)
-
-
 class ProgressBar(tqdm):
-    """A progress bar that keeps working when stderr is closed or full."""
+    """A progress bar that does not mind if stderr is closed."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -873,91 +578,63 @@ class ProgressBar(tqdm):
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
-    Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoint, policy and summary are
-    written. A run that ends before `start` leaves nothing behind.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
+    summary are written.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, folder, envs, learner):
         self.args = args
-        self.device = prepare(args)
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
-        self.folder = Path(args.run_dir) / name.replace("/", "_")
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            refuse("run_dir", args.run_dir, f"give a folder that can be written ({one_line(error)})")
-        self.step = 0
-        self.episodes = 0
-        self.recent_returns = []  # of the last 20 episodes
-        self.steady = None  # step and time when warm-up ended
-        self.signal = None
-        self.started = False
-
-    def start(self, envs, learner):
-        """Restore the learner if the run is resumed, and begin to log."""
+        self.folder = folder
         self.envs = envs
         self.learner = learner
-        if self.args.resume is not None:
-            self.restore()
+        self.step = 0
+        self.episodes = 0
+        self.recent_returns = deque(maxlen=20)
+        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.lengths = np.zeros(args.num_envs, int)
+        self.signal = None
+        if args.resume is not None:
+            self.restore(load_checkpoint(args.resume))
         self.log_step = self.saved_step = self.step
-        self.returns = np.zeros(self.args.num_envs)  # of the current episodes
-        self.first_steps = np.full(self.args.num_envs, self.step)
-        space = envs.single_observation_space
-        is_image = space.dtype == np.uint8 and len(space.shape) > 1
-        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if is_image else torch.float32)
-        with torch.no_grad():
-            learner.policy().eval()(self.example)  # what does not match an edited network fails now
-        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
-        versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
-        self.config = {"compile": False, "cudagraphs": False} | vars(self.args)
-        self.config |= {
-            "script": Path(__file__).stem,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "cores": os.cpu_count(),
-            "versions": versions | {"python": platform.python_version()},
-        }
-        (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
-        shutil.copy(__file__, self.folder)
-        if self.args.track:
-            self.track()
-        self.writer = SummaryWriter(self.folder)
-        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
-        self.bar = ProgressBar(**size, disable=sys.stderr is None)
-        self.bar.set_description("compiling" if self.config["compile"] else "warming up")
-        self.start_time = self.log_time = time.perf_counter()
-        self.started = True
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
+        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
+        self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
+        self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
+        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2))
+        shutil.copy(__file__, folder)
+        if args.track:
+            import wandb
 
-    def restore(self):
-        """Continue from the checkpoint in --resume."""
-        checkpoint = load_checkpoint(self.args)
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+        self.writer = SummaryWriter(folder)
+        size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
+        self.start_time = self.log_time = time.perf_counter()
+
+    def restore(self, checkpoint):
+        """Continue from a checkpoint."""
         try:
             for name in FIXED:
-                value, saved = getattr(self.args, name), checkpoint["args"][name]
-                if value != saved:
-                    refuse(name, value, f"leave it out: the checkpoint has {saved}")
+                if getattr(self.args, name) != checkpoint["args"][name]:
+                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
-            self.recent_returns = checkpoint["returns"]
-        except (KeyError, RuntimeError, ValueError) as error:
-            refuse("resume", self.args.resume, f"the checkpoint does not fit this script: {one_line(error)}")
+            self.recent_returns.extend(checkpoint["returns"])
+        except Exception as error:
+            refuse("resume", self.args.resume, f"this checkpoint does not fit the script: {error!r}")
         if self.step >= self.args.total_timesteps:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
-    def track(self):
-        """Copy the TensorBoard events to Weights & Biases."""
-        try:
-            import wandb
-
-            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity}
-            wandb.init(**names, name=self.folder.name, dir=self.folder, config=self.config, sync_tensorboard=True)
-        except Exception as error:
-            refuse("track", True, f"pip install wandb and `wandb login`, or WANDB_MODE=offline ({one_line(error)})")
-
     def __enter__(self):
-        signals = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
-        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in handled}
+        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
         return self
 
     def on_signal(self, number, frame):
@@ -979,106 +656,64 @@ class Run:
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
+        self.lengths += 1
         for i in ended.nonzero()[0]:
-            self.end_episode(i)
-        if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
-            self.steady = (self.step, time.perf_counter())
-            self.bar.set_description("training", refresh=False)
+            self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
+            self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
+            self.recent_returns.append(float(self.returns[i]))
+            self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
+            self.episodes += 1
+            self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
-
-    def end_episode(self, i):
-        """Log the episode that is over in environment `i`."""
-        self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
-        length = (self.step - self.first_steps[i]) // self.args.num_envs
-        self.writer.add_scalar("charts/episodic_length", length, self.step)
-        self.recent_returns = [*self.recent_returns[-19:], float(self.returns[i])]
-        self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
-        self.episodes += 1
-        self.returns[i] = 0
-        self.first_steps[i] = self.step
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
         self.log_time = now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
-        non_finite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
-        if non_finite:
-            self.end_at_nan(f"{non_finite[0]} is {losses[non_finite[0]]}", self.learner.state_dict())
+            if "loss" in name and not math.isfinite(value):
+                self.end_at_nan(f"{name} is {value}")
 
-    def end_at_nan(self, what, state):
-        """End the run with exit code 1 and a line that names the cause."""
-        cause = "a lower learning rate may help"
-        if has_nan([state.get("replay"), state.get("normalizer")]):
-            cause = "the environment returned a NaN, unless a diverged policy sent it one"
-        kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
-        raise SystemExit(f"error: step {self.step}: {what}; {cause}; {kept}")
+    def end_at_nan(self, what):
+        """End the run with exit code 1; a checkpoint from before remains."""
+        causes = "NaN in observations or rewards, or too high a learning rate"
+        raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
-        """Write checkpoint.pt and policy.pt2; end the run if there is a NaN in what is to be saved."""
+        """Write checkpoint.pt and policy.pt2."""
         state = self.learner.state_dict()
-        if has_nan(state):
-            self.end_at_nan("the checkpoint would hold a NaN", state)
+        floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+        if any(tensor.isnan().any() for tensor in floats):
+            self.end_at_nan("the checkpoint would hold NaN")
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
-        checkpoint |= {"returns": self.recent_returns, "learner": state}
+        checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         self.saved_step = self.step
-        try:
-            batch = torch.export.Dim("batch")
-            program = torch.export.export(self.learner.policy().eval(), (self.example,), dynamic_shapes=({0: batch},))
-        except Exception as error:  # of an edited policy
-            return note(f"no policy.pt2: {one_line(error)}")
+        policy, inputs = self.learner.policy()
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def __exit__(self, kind, error, traceback):
+        wall_seconds = time.perf_counter() - self.start_time
         try:
-            if self.started:
-                self.finish(error)
-            else:
-                shutil.rmtree(self.folder, ignore_errors=True)
-        finally:
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-        if self.signal is not None and not isinstance(error, SystemExit):
-            if isinstance(error, Exception):
-                note(f"after the signal: {one_line(error)}")
-            raise SystemExit(128 + self.signal)
-
-    def finish(self, error):
-        """Write what a started run leaves behind; `error` is what ended it, or None."""
-        end_time = time.perf_counter()
-        try:
-            if error is None or isinstance(error, Exception):
+            if kind is None or issubclass(kind, Exception):  # not at NaN, and not at a second Ctrl-C
                 self.save()
-        except BaseException as saving_error:
-            if error is None:
-                raise
-            note(f"no checkpoint: {one_line(saving_error)}")
         finally:
-            self.write_summary(end_time)
+            results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
+            finite = [value for value in self.recent_returns if math.isfinite(value)]
+            results["episodic_return"] = float(np.mean(finite)) if finite else None
+            (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
             self.envs.close()
             self.writer.close()
-            with suppress(OSError):
-                self.bar.close()
-
-    def write_summary(self, end_time):
-        """Write summary.json: the configuration, and what came of it."""
-        steady_step, steady_time = self.steady or (self.step, end_time)
-        mean_return = float(np.mean(self.recent_returns)) if self.recent_returns else math.nan
-        results = {
-            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
-            "global_step": self.step,
-            "episodes": self.episodes,
-            "episodic_return": mean_return if math.isfinite(mean_return) else None,
-            "steady_sps": (self.step - steady_step) / (end_time - steady_time) if self.step > steady_step else None,
-            "warmup_seconds": steady_time - self.start_time if self.steady else None,
-            "wall_seconds": end_time - self.start_time,
-        }
-        (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
+            self.bar.close()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
+            raise SystemExit(128 + self.signal)
 
 
 if __name__ == "__main__":
@@ -1088,13 +723,7 @@ if __name__ == "__main__":
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
-#     "torch==2.13.0",
-#     "tensordict==0.15.3",
-#     "gymnasium==1.4.0",
-#     "numpy==2.4.6",
-#     "tyro==1.0.17",
-#     "tqdm==4.70.1",
-#     "tensorboard==2.21.0",
-#     "wandb==0.31.0",
+#     "torch==2.13.0", "tensordict==0.15.3", "gymnasium==1.4.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0",
 # ]
 # ///

@@ -170,7 +170,7 @@ class SAC:
         self.updates = 0
 
         self.widths = [obs_dim, obs_dim, act_dim, 1, 1]  # of a transition's observations, action, reward, terminated
-        self.replay = ReplayBuffer(args.buffer_size, sum(self.widths), device)
+        self.replay = DeviceReplayBuffer(args.buffer_size, sum(self.widths), device)
         self.batch = torch.zeros(args.batch_size, sum(self.widths), device=device)
         # random numbers are drawn outside of compiled functions, so that all modes draw the same ones
         self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)
@@ -310,7 +310,7 @@ class SAC:
 
     def policy(self):
         """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
-        return copy.deepcopy(self.actor).cpu(), (torch.zeros(2, self.obs_dim),)
+        return copy.deepcopy(self.actor).cpu().eval(), (torch.zeros(2, self.obs_dim),)
 
     def tensors(self):
         """Every tensor that updates change, but the replay buffer. What is missing here is not saved."""
@@ -355,7 +355,7 @@ class Adam:
     beta1, beta2, eps = 0.9, 0.999, 1e-8
 
     def __init__(self, weights, lr):
-        self.weights = list(weights)
+        self.weights = [w for w in weights if w.requires_grad]
         self.m = [torch.zeros_like(w) for w in self.weights]
         self.v = [torch.zeros_like(w) for w in self.weights]
         device = self.weights[0].device
@@ -376,7 +376,7 @@ class Adam:
         ones1, ones2 = self.ones.unbind()
         root = ones2.sqrt()
         denominator = torch._foreach_sqrt(self.v)
-        torch._foreach_add_(denominator, (self.eps * root).float())
+        torch._foreach_add_(denominator, (self.eps * root).float(), alpha=1)  # without `alpha` the host would wait
         torch._foreach_mul_(denominator, (ones1 / (self.lr * root)).float())
         torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
 
@@ -385,7 +385,7 @@ class Adam:
         return {"m": self.m, "v": self.v, "ones": self.ones}
 
 
-class ReplayBuffer:
+class DeviceReplayBuffer:
     """Transitions on the device, one row each; the newest overwrite the oldest. Nothing here waits for the device."""
 
     def __init__(self, size, width, device):
@@ -428,6 +428,7 @@ def train(args):
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
         args.cudagraphs = False
     envs = make_envs(args, folder)
+    require_bounded_actions(args, envs)
     learner = SAC(args, envs, device)
     with Run(args, folder, envs, learner) as run:
         envs.action_space.seed(args.seed + run.step)
@@ -468,12 +469,18 @@ def make_envs(args, folder):
         envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError) as error:
         refuse("env_id", args.env_id, error)
-    observations, actions = envs.single_observation_space, envs.single_action_space
-    if len(observations.shape) != 1:
-        refuse("env_id", args.env_id, f"observations must be vectors, not {observations}")
-    if not (isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1 and actions.is_bounded()):
-        refuse("env_id", args.env_id, f"actions must be bounded vectors, not {actions}")
+    space = envs.single_observation_space
+    if len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
     return envs
+
+
+def require_bounded_actions(args, envs):
+    """Refuse actions that are not vectors of floats with bounds."""
+    space = envs.single_action_space
+    bounded = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and space.is_bounded()
+    if not bounded or len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"actions must be bounded vectors of floats, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -516,25 +523,30 @@ def prepare(args):
     return device, Path(args.run_dir) / name.replace("/", "_")
 
 
-def load_checkpoint(path):
+def load_checkpoint(resume):
     """What a run's `save` wrote to this folder or file, on the CPU."""
-    path = Path(path)
+    path = Path(resume)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
     try:
-        file = path / "checkpoint.pt" if path.is_dir() else path
-        return dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
-        refuse("resume", path, f"give the folder of a run with an intact checkpoint.pt ({error})")
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def replace_file(path, write):
     """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"could not write {path}: is the disk full?") from error
 
 
 class ProgressBar(tqdm):
@@ -656,8 +668,8 @@ class Run:
         """Write checkpoint.pt and policy.pt2."""
         state = self.learner.state_dict()
         floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-        if not all(tensor.isfinite().all() for tensor in floats):
-            self.end_at_nan("the checkpoint would hold a number that is not finite")
+        if any(tensor.isnan().any() for tensor in floats):
+            self.end_at_nan("the checkpoint would hold NaN")
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
         checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
@@ -674,14 +686,15 @@ class Run:
                 self.save()
         finally:
             results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
-            results["episodic_return"] = float(np.mean(self.recent_returns)) if self.recent_returns else None
+            finite = [value for value in self.recent_returns if math.isfinite(value)]
+            results["episodic_return"] = float(np.mean(finite)) if finite else None
             (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
             self.envs.close()
             self.writer.close()
             self.bar.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
-        if self.signal is not None and kind is not SystemExit:
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
             raise SystemExit(128 + self.signal)
 
 

@@ -18,15 +18,15 @@ import copy
 import json
 import math
 import os
-import platform
 import shutil
 import signal
 import sys
-import textwrap
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -46,64 +46,37 @@ LOG_INTERVAL = 100  # vector steps between two logs of the losses
 
 @dataclass
 class Args:
-    env_id: str = "HalfCheetah-v5"
-    """gymnasium environment"""
-    total_timesteps: int = 1_000_000
-    """environment steps of the whole run, over all environments"""
-    num_envs: int = 1
-    """environments that step together"""
-    buffer_size: int = 1_000_000
-    """transitions in the replay buffer"""
-    gamma: float = 0.99
-    """discount factor"""
-    tau: float = 0.005
-    """target smoothing coefficient"""
-    batch_size: int = 256
-    """transitions per update"""
-    learning_starts: int = 25_000
-    """environment steps with random actions before the first update"""
-    learning_rate: float = 3e-4
-    """learning rate of the actor and of the critics"""
-    policy_frequency: int = 2
-    """update the actor and the target networks every so many updates"""
-    exploration_noise: float = 0.1
-    """standard deviation of the noise on actions, in units of half the action range"""
-    policy_noise: float = 0.2
-    """standard deviation of the noise on the target actor's actions, in the same units"""
-    noise_clip: float = 0.5
-    """largest noise on the target actor's actions, in the same units"""
+    env_id: str = "HalfCheetah-v5"  # gymnasium environment
+    total_timesteps: int = 1_000_000  # environment steps of the whole run, over all environments
+    num_envs: int = 1  # environments that step together
+    buffer_size: int = 1_000_000  # transitions in the replay buffer
+    gamma: float = 0.99  # discount factor
+    tau: float = 0.005  # target smoothing coefficient
+    batch_size: int = 256  # transitions per update
+    learning_starts: int = 25_000  # environment steps with random actions before the first update
+    learning_rate: float = 3e-4  # learning rate of the actor and of the critics
+    policy_frequency: int = 2  # update the actor and the target networks every so many updates
+    exploration_noise: float = 0.1  # standard deviation of the noise on actions, in units of half the action range
+    policy_noise: float = 0.2  # standard deviation of the noise on the target actor's actions, in the same units
+    noise_clip: float = 0.5  # largest noise on the target actor's actions, in the same units
+    cuda: bool = True  # use a CUDA device if there is one
+    threads: int = 0  # CPU threads of torch (0: torch's default)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem
-    """name of the experiment, part of the run's folder name"""
-    seed: int = 1
-    """seed of the environments, NumPy and torch"""
-    run_dir: str = "runs"
-    """parent folder of all runs"""
-    resume: str | None = None
-    """run to continue: its folder or its checkpoint.pt, whose flags become the defaults"""
-    checkpoint_interval: int = 0
-    """save a checkpoint every so many environment steps (0: only at the end)"""
-    capture_video: bool = False
-    """record videos of the first environment"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "leanrl"
-    """project on Weights & Biases"""
-    wandb_entity: str | None = None
-    """team on Weights & Biases"""
-    cuda: bool = True
-    """use a CUDA device if there is one"""
-    threads: int = 0
-    """CPU threads for torch (0: torch's default)"""
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """precision of float32 matmuls and convolutions (high: TF32, medium: bfloat16)"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    seed: int = 1  # seed of the environments, NumPy and torch
+    run_dir: str = "runs"  # parent folder of all runs
+    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
+    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    capture_video: bool = False  # record videos of the first environment
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # project on Weights & Biases
+    wandb_entity: str | None = None  # team on Weights & Biases
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size", "policy_frequency")
 AT_MOST_1 = ("gamma", "tau")
-POSITIVE = ("learning_rate",)  # others may be 0, none negative
 FIXED = ("env_id", "buffer_size")  # what a resumed run cannot change
 
 
@@ -150,20 +123,16 @@ class Actor(nn.Module):
 class TD3:
     """The learner: networks, optimizers and replay buffer."""
 
-    warmup_updates = 1  # until the speed is steady
-
     def __init__(self, args, envs, device):
         self.args = args
         self.device = device
-        self.obs_dim = envs.single_observation_space.shape[0]
-        self.act_dim = envs.single_action_space.shape[0]
-        self.low = envs.single_action_space.low
-        self.high = envs.single_action_space.high
+        self.obs_dim = obs_dim = envs.single_observation_space.shape[0]
+        self.act_dim = act_dim = envs.single_action_space.shape[0]
         with device:
-            self.actor = Actor(self.obs_dim, envs.single_action_space)
-            self.critics = nn.ModuleList([Critic(self.obs_dim, self.act_dim) for _ in range(NUM_CRITICS)])
-            self.target_actor = copy.deepcopy(self.actor)
-            self.target_critics = copy.deepcopy(self.critics)
+            self.actor = Actor(obs_dim, envs.single_action_space)
+            self.critics = nn.ModuleList([Critic(obs_dim, act_dim) for _ in range(NUM_CRITICS)])
+        self.target_actor = copy.deepcopy(self.actor)
+        self.target_critics = copy.deepcopy(self.critics)
         self.networks = {
             "actor": self.actor,
             "critics": self.critics,
@@ -174,9 +143,8 @@ class TD3:
             "actor": torch.optim.Adam(self.actor.parameters(), lr=args.learning_rate),
             "critics": torch.optim.Adam(self.critics.parameters(), lr=args.learning_rate),
         }
-        shapes = {"obs": (self.obs_dim,), "next_obs": (self.obs_dim,), "actions": (self.act_dim,)}
-        shapes |= {"rewards": (), "terminated": ()}
-        require_memory(args, "buffer_size", bytes_each=4 * sum(math.prod(shape) for shape in shapes.values()))
+        self.low, self.high = envs.single_action_space.low, envs.single_action_space.high
+        shapes = {"obs": (obs_dim,), "next_obs": (obs_dim,), "actions": (act_dim,), "rewards": (), "terminated": ()}
         self.replay = ReplayBuffer(args.buffer_size, shapes, device)
         self.updates = 0
         self.last_losses = {}
@@ -205,15 +173,15 @@ class TD3:
         self.optimizers["critics"].zero_grad()
         qf_loss.backward()
         self.optimizers["critics"].step()
-        self.last_losses |= {f"qf{i + 1}_values": values for i, values in enumerate(q.detach().mean(-1))}
-        self.last_losses["qf_loss"] = qf_loss.detach()
+        self.last_losses |= {"q_values": q.detach().mean(), "qf_loss": qf_loss.detach()}
 
         if self.updates % self.args.policy_frequency == 0:
             self.update_actor(obs)
+            self.update_targets()
         self.updates += 1
 
     def update_actor(self, obs):
-        """One update of the actor, then one of the target networks."""
+        """One update of the actor."""
         # actor loss, by the first critic only
         actor_loss = -self.critics[0](obs, self.actor(obs)).mean()
         self.optimizers["actor"].zero_grad()
@@ -221,19 +189,21 @@ class TD3:
         self.optimizers["actor"].step()
         self.last_losses["actor_loss"] = actor_loss.detach()
 
-        # target networks
-        weights = [*self.actor.parameters(), *self.critics.parameters()]
-        target_weights = [*self.target_actor.parameters(), *self.target_critics.parameters()]
-        for tensor, target_tensor in zip(weights, target_weights, strict=True):
-            target_tensor.data.lerp_(tensor.data, self.args.tau)
+    @torch.no_grad()
+    def update_targets(self):
+        """Move the target networks toward the networks."""
+        for name in ("actor", "critics"):
+            targets = self.networks[f"target_{name}"].parameters()
+            for weights, target in zip(self.networks[name].parameters(), targets, strict=True):
+                target.lerp_(weights, self.args.tau)
 
     def losses(self):
         """The last update's losses by name."""
         return {name: value.item() for name, value in self.last_losses.items()}
 
     def policy(self):
-        """A copy of the policy without noise, on the CPU: what policy.pt2 holds."""
-        return copy.deepcopy(self.actor).cpu().eval()
+        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        return copy.deepcopy(self.actor).cpu().eval(), (torch.zeros(2, self.obs_dim),)
 
     def state_dict(self):
         """What the learner needs to continue bit for bit, on the CPU or on the device."""
@@ -257,40 +227,6 @@ class TD3:
         self.updates = state["updates"]
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
-
-
-def train(args, on_start=lambda run: None):
-    """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    with Run(args) as run:
-        check_replay(args)
-        envs = make_envs(args, run.folder)
-        require_bounded_actions(args, envs)
-        learner = TD3(args, envs, run.device)
-        run.start(envs, learner)
-        envs.action_space.seed(args.seed + run.step)
-        obs, _ = envs.reset(seed=args.seed + run.step)
-        on_start(run)
-        while run.unfinished():
-            actions = envs.action_space.sample() if run.step < args.learning_starts else learner.act(obs)
-            next_obs, rewards, terminated, truncated, infos = envs.step(actions)
-            learner.replay.store(
-                obs=obs,
-                next_obs=final_observations(next_obs, infos),
-                actions=actions,
-                rewards=rewards,
-                terminated=terminated,
-            )
-            obs = next_obs
-            run.advance(rewards, terminated | truncated)
-            if run.step > args.learning_starts:
-                learner.update()
-                if run.step // args.num_envs % LOG_INTERVAL == 0:
-                    run.log(learner.losses())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the algorithm stands on: replay buffer, environments
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class ReplayBuffer:
@@ -326,62 +262,58 @@ class ReplayBuffer:
         self.stored = state["stored"]
 
 
-def final_observations(next_obs, infos):
-    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the last observation where an episode ended."""
-    if "_final_obs" in infos:
-        ended = infos["_final_obs"]
-        next_obs = next_obs.copy()
-        next_obs[ended] = np.stack(infos["final_obs"][ended])
-    return next_obs
+def train(args):
+    """Train an agent."""
+    device, folder = prepare(args)
+    envs = make_envs(args, folder)
+    require_bounded_actions(args, envs)
+    learner = TD3(args, envs, device)
+    with Run(args, folder, envs, learner) as run:
+        envs.action_space.seed(args.seed + run.step)
+        obs, _ = envs.reset(seed=args.seed + run.step)
+        while run.unfinished():
+            actions = envs.action_space.sample() if run.step < args.learning_starts else learner.act(obs)
+            next_obs, rewards, terminated, truncated, _ = envs.step(actions)
+            learner.replay.store(obs=obs, next_obs=next_obs, actions=actions, rewards=rewards, terminated=terminated)
+            ended = terminated | truncated
+            obs = next_obs
+            if ended.any():
+                obs, _ = envs.reset(options={"reset_mask": ended})
+            run.advance(rewards, ended)
+            if run.step > args.learning_starts:
+                learner.update()
+                if run.step // args.num_envs % LOG_INTERVAL == 0:
+                    run.log(learner.losses())
 
 
 def make_envs(args, folder):
     """`num_envs` copies of the environment, which step one after the other; the first one's videos go to `folder`."""
-    if ":" in args.env_id:
-        note(f"--env-id imports the module {args.env_id.partition(':')[0]}")
 
-    def make_env():
-        options = {"render_mode": "rgb_array"} if args.capture_video else {}
-        env = gym.make(args.env_id, **options)
+    def make_env(index):
+        if args.capture_video and index == 0:
+            env = gym.make(args.env_id, render_mode="rgb_array")
+            env = gym.wrappers.RecordVideo(env, str(folder / "videos"), disable_logger=True)
+        else:
+            env = gym.make(args.env_id)
         return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
 
-    require_memory(args, "num_envs", bytes_each=20_000)  # an environment in Python takes more
     try:
-        # SAME_STEP: where an episode ends, the last observation is in infos["final_obs"]
-        envs = SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
-        remedy = "correct the name, install what is missing, or do without video"
-        refuse("env_id", args.env_id, f"{remedy}: {one_line(error)}")
+        functions = [partial(make_env, index) for index in range(args.num_envs)]
+        envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError) as error:
+        refuse("env_id", args.env_id, error)
     space = envs.single_observation_space
     if len(space.shape) != 1:
-        refuse("env_id", args.env_id, f"choose an environment whose observations are vectors, not {space}")
-    if not isinstance(envs.envs[0].unwrapped.observation_space, gym.spaces.Box):
-        note(f"observations are flattened to vectors of {space.shape[0]} numbers")
-    if args.capture_video:
-        try:
-            envs.envs[0].reset()
-            envs.envs[0].render()
-            envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(folder / "videos"), disable_logger=True)
-        except Exception as error:
-            refuse("capture_video", True, f"this environment cannot be recorded here: {one_line(error)}")
+        refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
     return envs
 
 
 def require_bounded_actions(args, envs):
-    """Refuse environments whose actions are not vectors with bounds."""
+    """Refuse actions that are not vectors of floats with bounds."""
     space = envs.single_action_space
-    if not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.is_bounded()):
-        refuse("env_id", args.env_id, f"choose an environment whose actions are bounded vectors, not {space}")
-
-
-def check_replay(args):
-    """Refuse sizes that do not fit together."""
-    if args.buffer_size < args.num_envs:
-        refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
-    if args.batch_size > args.buffer_size:
-        refuse("batch_size", args.batch_size, f"give at most --buffer-size, {args.buffer_size}")
-    if args.learning_starts >= args.total_timesteps:
-        note(f"--learning-starts {args.learning_starts} is not before the end of the run: nothing will be learned")
+    bounded = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and space.is_bounded()
+    if not bounded or len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"actions must be bounded vectors of floats, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -392,46 +324,24 @@ def check_replay(args):
 def parse_args():
     """The command line; with --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
-    if args.resume is None:
-        return args
-    saved = load_checkpoint(args).get("args", {})
-    defaults = {name: value for name, value in saved.items() if name in vars(args)}
-    if len(defaults) < len(saved):
-        note(f"ignoring flags of the checkpoint that this script lacks: {', '.join(saved.keys() - defaults.keys())}")
-    return tyro.cli(Args, default=Args(**defaults), description=__doc__)
-
-
-def note(text):
-    """Tell the user, if anybody reads stderr."""
-    with suppress(OSError):
-        print(f"note: {text}", file=sys.stderr)
+    if args.resume is not None:
+        saved = load_checkpoint(args.resume).get("args", {})
+        defaults = {name: value for name, value in saved.items() if name in vars(args)}
+        args = tyro.cli(Args, default=Args(**defaults), description=__doc__)
+    return args
 
 
 def refuse(name, value, remedy):
     """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def one_line(error):
-    """What an error says, in one line."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 400)
-
-
-def require_memory(args, name, bytes_each):
-    """Refuse a count, argument `name`, of things that do not fit into memory, `bytes_each` each."""
-    if not hasattr(os, "sysconf"):  # on Windows
-        return
-    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
-    if getattr(args, name) * bytes_each > limit:
-        refuse(name, getattr(args, name), f"give at most {limit // bytes_each}, which takes {limit / 1e9:.0f} GB")
-
-
 def prepare(args):
-    """Check the arguments, seed NumPy and torch, and return the device."""
+    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
     for name, value in vars(args).items():
-        low = 1 if name in AT_LEAST_1 else 1e-12 if name in POSITIVE else 0
-        high = 1 if name in AT_MOST_1 else 1e12
+        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -439,26 +349,28 @@ def prepare(args):
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed % 2**32)
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    return device, Path(args.run_dir) / name.replace("/", "_")
 
 
-def load_checkpoint(args):
-    """What a run's `save` wrote to the folder or file in --resume, on the CPU."""
-    path = Path(args.resume)
+def load_checkpoint(resume):
+    """What a run's `save` wrote to this folder or file, on the CPU."""
+    path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
-        refuse("resume", args.resume, f"give the folder of a run with an intact checkpoint.pt ({one_line(error)})")
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def replace_file(path, write):
-    """Replace the file at `path` atomically by what `write(file)` writes: a crash leaves the old or the new file."""
+    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
@@ -470,14 +382,8 @@ def replace_file(path, write):
         raise OSError(f"could not write {path}: is the disk full?") from error
 
 
-def has_nan(state):
-    """Whether any tensor in nested dictionaries holds a NaN."""
-    tensors = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    return any(tensor.isnan().any() for tensor in tensors)
-
-
 class ProgressBar(tqdm):
-    """A progress bar that keeps working when stderr is closed or full."""
+    """A progress bar that does not mind if stderr is closed."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -487,91 +393,63 @@ class ProgressBar(tqdm):
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
-    Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoint, policy and summary are
-    written. A run that ends before `start` leaves nothing behind.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
+    summary are written.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, folder, envs, learner):
         self.args = args
-        self.device = prepare(args)
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
-        self.folder = Path(args.run_dir) / name.replace("/", "_")
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            refuse("run_dir", args.run_dir, f"give a folder that can be written ({one_line(error)})")
-        self.step = 0
-        self.episodes = 0
-        self.recent_returns = []  # of the last 20 episodes
-        self.steady = None  # step and time when warm-up ended
-        self.signal = None
-        self.started = False
-
-    def start(self, envs, learner):
-        """Restore the learner if the run is resumed, and begin to log."""
+        self.folder = folder
         self.envs = envs
         self.learner = learner
-        if self.args.resume is not None:
-            self.restore()
+        self.step = 0
+        self.episodes = 0
+        self.recent_returns = deque(maxlen=20)
+        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.lengths = np.zeros(args.num_envs, int)
+        self.signal = None
+        if args.resume is not None:
+            self.restore(load_checkpoint(args.resume))
         self.log_step = self.saved_step = self.step
-        self.returns = np.zeros(self.args.num_envs)  # of the current episodes
-        self.first_steps = np.full(self.args.num_envs, self.step)
-        space = envs.single_observation_space
-        is_image = space.dtype == np.uint8 and len(space.shape) > 1
-        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if is_image else torch.float32)
-        with torch.no_grad():
-            learner.policy().eval()(self.example)  # what does not match an edited network fails now
-        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
-        versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
-        self.config = {"compile": False, "cudagraphs": False} | vars(self.args)
-        self.config |= {
-            "script": Path(__file__).stem,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "cores": os.cpu_count(),
-            "versions": versions | {"python": platform.python_version()},
-        }
-        (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
-        shutil.copy(__file__, self.folder)
-        if self.args.track:
-            self.track()
-        self.writer = SummaryWriter(self.folder)
-        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
-        self.bar = ProgressBar(**size, disable=sys.stderr is None)
-        self.bar.set_description("compiling" if self.config["compile"] else "warming up")
-        self.start_time = self.log_time = time.perf_counter()
-        self.started = True
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
+        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
+        self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
+        self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
+        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2))
+        shutil.copy(__file__, folder)
+        if args.track:
+            import wandb
 
-    def restore(self):
-        """Continue from the checkpoint in --resume."""
-        checkpoint = load_checkpoint(self.args)
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+        self.writer = SummaryWriter(folder)
+        size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
+        self.start_time = self.log_time = time.perf_counter()
+
+    def restore(self, checkpoint):
+        """Continue from a checkpoint."""
         try:
             for name in FIXED:
-                value, saved = getattr(self.args, name), checkpoint["args"][name]
-                if value != saved:
-                    refuse(name, value, f"leave it out: the checkpoint has {saved}")
+                if getattr(self.args, name) != checkpoint["args"][name]:
+                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
-            self.recent_returns = checkpoint["returns"]
-        except (KeyError, RuntimeError, ValueError) as error:
-            refuse("resume", self.args.resume, f"the checkpoint does not fit this script: {one_line(error)}")
+            self.recent_returns.extend(checkpoint["returns"])
+        except Exception as error:
+            refuse("resume", self.args.resume, f"this checkpoint does not fit the script: {error!r}")
         if self.step >= self.args.total_timesteps:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
-    def track(self):
-        """Copy the TensorBoard events to Weights & Biases."""
-        try:
-            import wandb
-
-            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity}
-            wandb.init(**names, name=self.folder.name, dir=self.folder, config=self.config, sync_tensorboard=True)
-        except Exception as error:
-            refuse("track", True, f"pip install wandb and `wandb login`, or WANDB_MODE=offline ({one_line(error)})")
-
     def __enter__(self):
-        signals = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
-        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in handled}
+        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
         return self
 
     def on_signal(self, number, frame):
@@ -593,106 +471,64 @@ class Run:
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
+        self.lengths += 1
         for i in ended.nonzero()[0]:
-            self.end_episode(i)
-        if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
-            self.steady = (self.step, time.perf_counter())
-            self.bar.set_description("training", refresh=False)
+            self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
+            self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
+            self.recent_returns.append(float(self.returns[i]))
+            self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
+            self.episodes += 1
+            self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
-
-    def end_episode(self, i):
-        """Log the episode that is over in environment `i`."""
-        self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
-        length = (self.step - self.first_steps[i]) // self.args.num_envs
-        self.writer.add_scalar("charts/episodic_length", length, self.step)
-        self.recent_returns = [*self.recent_returns[-19:], float(self.returns[i])]
-        self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
-        self.episodes += 1
-        self.returns[i] = 0
-        self.first_steps[i] = self.step
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
         self.log_time = now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
-        non_finite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
-        if non_finite:
-            self.end_at_nan(f"{non_finite[0]} is {losses[non_finite[0]]}", self.learner.state_dict())
+            if "loss" in name and not math.isfinite(value):
+                self.end_at_nan(f"{name} is {value}")
 
-    def end_at_nan(self, what, state):
-        """End the run with exit code 1 and a line that names the cause."""
-        cause = "a lower learning rate may help"
-        if has_nan([state.get("replay"), state.get("normalizer")]):
-            cause = "the environment returned a NaN, unless a diverged policy sent it one"
-        kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
-        raise SystemExit(f"error: step {self.step}: {what}; {cause}; {kept}")
+    def end_at_nan(self, what):
+        """End the run with exit code 1; a checkpoint from before remains."""
+        causes = "NaN in observations or rewards, or too high a learning rate"
+        raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
-        """Write checkpoint.pt and policy.pt2; end the run if there is a NaN in what is to be saved."""
+        """Write checkpoint.pt and policy.pt2."""
         state = self.learner.state_dict()
-        if has_nan(state):
-            self.end_at_nan("the checkpoint would hold a NaN", state)
+        floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+        if any(tensor.isnan().any() for tensor in floats):
+            self.end_at_nan("the checkpoint would hold NaN")
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
-        checkpoint |= {"returns": self.recent_returns, "learner": state}
+        checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         self.saved_step = self.step
-        try:
-            batch = torch.export.Dim("batch")
-            program = torch.export.export(self.learner.policy().eval(), (self.example,), dynamic_shapes=({0: batch},))
-        except Exception as error:  # of an edited policy
-            return note(f"no policy.pt2: {one_line(error)}")
+        policy, inputs = self.learner.policy()
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def __exit__(self, kind, error, traceback):
+        wall_seconds = time.perf_counter() - self.start_time
         try:
-            if self.started:
-                self.finish(error)
-            else:
-                shutil.rmtree(self.folder, ignore_errors=True)
-        finally:
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-        if self.signal is not None and not isinstance(error, SystemExit):
-            if isinstance(error, Exception):
-                note(f"after the signal: {one_line(error)}")
-            raise SystemExit(128 + self.signal)
-
-    def finish(self, error):
-        """Write what a started run leaves behind; `error` is what ended it, or None."""
-        end_time = time.perf_counter()
-        try:
-            if error is None or isinstance(error, Exception):
+            if kind is None or issubclass(kind, Exception):  # not at NaN, and not at a second Ctrl-C
                 self.save()
-        except BaseException as saving_error:
-            if error is None:
-                raise
-            note(f"no checkpoint: {one_line(saving_error)}")
         finally:
-            self.write_summary(end_time)
+            results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
+            finite = [value for value in self.recent_returns if math.isfinite(value)]
+            results["episodic_return"] = float(np.mean(finite)) if finite else None
+            (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
             self.envs.close()
             self.writer.close()
-            with suppress(OSError):
-                self.bar.close()
-
-    def write_summary(self, end_time):
-        """Write summary.json: the configuration, and what came of it."""
-        steady_step, steady_time = self.steady or (self.step, end_time)
-        mean_return = float(np.mean(self.recent_returns)) if self.recent_returns else math.nan
-        results = {
-            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
-            "global_step": self.step,
-            "episodes": self.episodes,
-            "episodic_return": mean_return if math.isfinite(mean_return) else None,
-            "steady_sps": (self.step - steady_step) / (end_time - steady_time) if self.step > steady_step else None,
-            "warmup_seconds": steady_time - self.start_time if self.steady else None,
-            "wall_seconds": end_time - self.start_time,
-        }
-        (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
+            self.bar.close()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
+            raise SystemExit(128 + self.signal)
 
 
 if __name__ == "__main__":
@@ -702,16 +538,7 @@ if __name__ == "__main__":
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
-#     "torch==2.13.0",
-#     "tensordict==0.15.3",
-#     "gymnasium==1.4.0",
-#     "numpy==2.4.6",
-#     "tyro==1.0.17",
-#     "tqdm==4.70.1",
-#     "tensorboard==2.21.0",
-#     "wandb==0.31.0",
-#     "mujoco==4.0.0",
-#     "imageio==2.38.1",
-#     "moviepy==2.2.1",
+#     "torch==2.13.0", "gymnasium==1.4.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0", "mujoco==4.0.0", "imageio==2.38.1", "moviepy==2.2.1",
 # ]
 # ///

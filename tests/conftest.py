@@ -3,6 +3,7 @@
 import fcntl
 import importlib.util
 import io
+import math
 import os
 import signal
 import time
@@ -22,6 +23,8 @@ import torch.utils._device
 from emulated_cuda import emulated_cuda
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common import scripts
+
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell script runs the tests in the background
 # Many tests compile the same function, each for its own sizes. As in a run, sizes are constants, not symbols.
 torch._dynamo.config.automatic_dynamic_shapes = False
@@ -34,7 +37,6 @@ ATARI = ("ppo_atari", "dqn_atari", "sac_atari")
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
 TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}
 MULTI = importlib.import_module("leanrl.ppo_atari_multigpu_torchcompile")  # without torchrun: one process
-split_columns = TURBO["sac"].split_columns  # the same text in all turbo scripts
 MODES = {
     "eager": {},
     "compile": {"compile": True},
@@ -223,7 +225,7 @@ def train(script, args, on_log=lambda learner, losses, step: None, on_start=lamb
         run.log = watched
         on_start(run)
 
-    script.train(args, watch)
+    scripts.train(script, args, watch)
 
 
 THOROUGH = (  # tests that are too long for the quick suite, by the beginning of their names
@@ -324,7 +326,7 @@ def assert_same_state(got, wanted):
 
 def transitions(learner, generator):
     """Random columns for `observe` of SAC and TD3, by name, each (num_envs, ...)."""
-    n, obs_dim, act_dim = learner.num_envs, learner.obs_dim, learner.act_dim
+    n, obs_dim, act_dim = learner.args.num_envs, learner.obs_dim, learner.act_dim
     return {
         "obs": generator.standard_normal((n, obs_dim)),
         "next_obs": generator.standard_normal((n, obs_dim)),
@@ -343,9 +345,19 @@ def as_rows(transitions):
 
 
 def networks(learner):
-    """The tensors themselves of a plain or turbo learner's networks, by network and name."""
-    state = learner.tensors() if hasattr(learner, "tensors") else learner.state_dict()
-    return state["networks"]
+    """The tensors themselves of a plain or turbo learner's networks, by network and name.
+
+    Critics that turbo has stacked come one by one, as in plain's nn.ModuleList.
+    """
+    found = learner.state_dict()["networks"]
+    if not hasattr(learner, "critic"):
+        return found
+    return {name: unstacked(network) if "critics" in name else network for name, network in found.items()}
+
+
+def unstacked(tensors):
+    """Views of the members of stacked tensors, under the names that these have in an nn.ModuleList."""
+    return {f"{i}.{name}": part for name, tensor in tensors.items() for i, part in enumerate(tensor.detach())}
 
 
 def copy_networks(source, target):
@@ -357,19 +369,12 @@ def copy_networks(source, target):
 
 def clones(tensors):
     """Copies of all tensors in nested dictionaries, by path."""
-    return {name: tensor.clone() for name, tensor in leaves(tensors)}
-
-
-def flat_networks(turbo):
-    """The flat networks of a turbo learner, by name."""
-    return {name: value for name, value in vars(turbo).items() if type(value).__name__ == "FlatNetwork"}
+    return {name: tensor.detach().clone() for name, tensor in leaves(tensors)}
 
 
 def learnt(turbo):
-    """Copies, by path, of all that a turbo learner's updates change: flat weights, optimizers, losses and the like."""
-    state = {name: value for name, value in turbo.tensors().items() if name != "networks"}
-    state |= {name: network.weights for name, network in flat_networks(turbo).items()}
-    return clones(state | {"losses": list(turbo.scalars.groups.values())})
+    """Copies, by path, of all that a turbo learner's updates change: networks, optimizers, losses and the like."""
+    return clones(turbo.tensors() | {"losses": turbo.scalars})
 
 
 def assert_close_in_norm(got, wanted, tolerance, least=0.0):
@@ -380,11 +385,16 @@ def assert_close_in_norm(got, wanted, tolerance, least=0.0):
         assert difference <= tolerance * value.double().norm() + least, (name, difference)
 
 
-def by_name(network, vector):
-    """A flat vector's parts by the names that the parameters of its FlatNetwork have in a state dict."""
-    if not network.several:
-        return network.views(vector)
-    return {f"{i}.{name}": part for name, view in network.views(vector).items() for i, part in enumerate(view)}
+def gradients(learner, name):
+    """Adam's first moments of a network, by parameter's name: 0.1 times the gradient after one update."""
+    optimizer = learner.optimizers[name]
+    network = getattr(learner, name)
+    parameters = network if isinstance(network, dict) else dict(network.named_parameters())
+    parameters = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return {key: optimizer.state[parameter]["exp_avg"] for key, parameter in parameters.items()}
+    moments = dict(zip(parameters, optimizer.m, strict=True))
+    return unstacked(moments) if isinstance(network, dict) else moments
 
 
 def assert_learners_agree(plain, turbo, tolerance, gradient_tolerance=None):
@@ -397,12 +407,10 @@ def assert_learners_agree(plain, turbo, tolerance, gradient_tolerance=None):
         parameters = dict(network.named_parameters())
         got = {name: flat(networks(turbo)[name], parameters)}
         assert_close_in_norm(got, {name: flat(parameters, parameters)}, tolerance)
-        if name in plain.optimizers:  # Adam's first moments: 0.1 times the gradient after one update
-            states = plain.optimizers[name].state
-            moments = {key: states[parameter]["exp_avg"] for key, parameter in parameters.items()}
-            got = by_name(getattr(turbo, name), turbo.optimizers[name].m)
-            got = {f"{name} gradient": flat(got, parameters)}
-            wanted = {f"{name} gradient": flat(moments, parameters)}
+        if name in plain.optimizers:
+            wanted = gradients(plain, name)
+            got = {f"{name} gradient": flat(gradients(turbo, name), wanted)}
+            wanted = {f"{name} gradient": flat(wanted, wanted)}
             assert_close_in_norm(got, wanted, gradient_tolerance or tolerance)
     losses = turbo.losses()
     assert losses.keys() == plain.losses().keys()
@@ -423,7 +431,7 @@ def fill_replay(learner, seed=0):
     """Fill the turbo learner's replay buffer with normal noise, flags of termination included."""
     generator = torch.Generator().manual_seed(seed)
     learner.replay.rows.copy_(torch.randn(learner.replay.rows.shape, generator=generator))
-    learner.replay.stored.fill_(learner.replay.size)
+    learner.replay.stored.fill_(len(learner.replay.rows))
 
 
 def feed_same_batches(plain, turbo, seed):
@@ -435,13 +443,13 @@ def feed_same_batches(plain, turbo, seed):
     batch = plain.args.batch_size
 
     def sample(batch_size):
-        columns = {n: torch.randn(batch, *shape, generator=generator) for n, shape in turbo.replay.shapes.items()}
+        shapes = {name: column.shape[1:] for name, column in plain.replay.columns.items()}
+        columns = {name: torch.randn(batch, *shape, generator=generator) for name, shape in shapes.items()}
         columns["terminated"] = (columns["terminated"] > 1.3).float()
-        if hasattr(turbo, "num_actions"):
-            columns["actions"] = (columns["actions"].abs() * 1.5).floor().clamp(max=turbo.num_actions - 1)
+        if hasattr(plain, "num_actions"):
+            columns["actions"] = (columns["actions"].abs() * 1.5).floor().clamp(max=plain.num_actions - 1)
         else:
-            bounds = turbo.gaussian if hasattr(turbo, "gaussian") else turbo.actor.network
-            columns["actions"] = bounds.bias + bounds.scale * columns["actions"]
+            columns["actions"] = plain.actor.bias + plain.actor.scale * columns["actions"]
         turbo.replay.rows[:batch] = torch.cat([column.view(batch, -1) for column in columns.values()], 1)
         return columns
 
@@ -453,9 +461,15 @@ def stored_rows(learner):
     """obs, next_obs and terminated of all stored transitions, numpy."""
     state = learner.state_dict()["replay"]
     if "rows" in state:
-        columns = split_columns(state["rows"], learner.replay.shapes)
-        return [columns[name].numpy() for name in ("obs", "next_obs", "terminated")]
+        obs, next_obs, *_, terminated = state["rows"].split(learner.widths, -1)
+        return [column.numpy() for column in (obs, next_obs, terminated.squeeze(-1))]
     return [np.asarray(state[name]) for name in ("obs", "next_obs", "terminated")]
+
+
+def split_columns(rows, shapes):
+    """Views of `rows`, (..., width), by column name; `shapes` are those of the columns, which lie side by side."""
+    columns = rows.split([math.prod(shape) for shape in shapes.values()], -1)
+    return {name: x.view(*x.shape[:-1], *shapes[name]) for name, x in zip(shapes, columns, strict=True)}
 
 
 def saved(learner):

@@ -5,8 +5,8 @@
 MKL asks two functions of its own whether the processor is Intel's. If not, it takes its AVX2 kernels, although the
 processor has AVX-512. This program builds a shared library with two functions of these names that say yes, and prints
 its path; a preloaded library comes before MKL's own functions. Results are the same up to rounding. It changes nothing
-on Intel processors, where the answer is yes anyway, nor where torch has no MKL. `python -m benchmark.studies.mkl`
-measures what it gains on this machine.
+on Intel processors, where the answer is yes anyway, nor where torch has no MKL. `./run.sh --mkl-on-amd` measures
+what it gains on this machine.
 """
 
 import os

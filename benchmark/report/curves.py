@@ -17,18 +17,17 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import tyro
+from matplotlib.figure import Figure
 
 from benchmark import editions
-from benchmark.arguments import refuse
-from benchmark.report.tables import Table
 from benchmark.results import store
-from instruments.instrument import one_line
+from common.arguments import one_line, refuse
+from common.curves import COLORS, RETURN, last_tenth, moving_mean, plot, read_events, seeds
+from common.tables import Table
 from instruments.playing import make_env, play
 
-RETURN = "charts/episodic_return"
 KEY = ("exp_name", "env_id", "seed", "step")
 COLUMNS = (*KEY, "episodic_return")
-POINTS = 200  # of a learning curve
 LAST = 40  # episodes of a run that `collect` prints the mean of
 RANDOM = "random"  # exp_name of the rows of `measure_random`
 
@@ -45,15 +44,12 @@ def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Pa
     A row is the mean over the values that are logged within `steps` steps: short episodes would make a long file.
     A JSON file beside it has the date and the editions of the scripts.
     """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     name = tag.split("/")[-1]
     logged = defaultdict(list)
     scripts = set()
     for path in sorted(run_dir.rglob("summary.json")):
         config = json.loads(path.with_name("config.json").read_text())
-        events = EventAccumulator(str(path.parent), size_guidance={"scalars": 0}).Reload()
-        events = events.Scalars(tag)
+        events = read_events(path.parent).Scalars(tag)
         last = mean_and_error([event.value for event in events[-LAST:]])
         print(f"{path.parent.name}: {name} {last} in the last {LAST} logs, up to step {events[-1].step}")
         scripts |= {copy for copy in path.parent.glob("*.py") if editions.script(copy.stem)}
@@ -116,56 +112,10 @@ def read(data):
     return runs, random, env_id, name.replace("_", " ")
 
 
-def learning_curve(folders):
-    """Episodic returns of a run, as [step, seconds of training, mean return] of at most POINTS equal parts.
-
-    A run that was interrupted has several folders, in this order. Of a killed part, the
-    episodes from the step on at which the first one of the next part has ended do not count.
-    """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    episodes = []
-    before = 0.0
-    for folder in folders:
-        events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-        scalars = events.Scalars(RETURN) if RETURN in events.Tags()["scalars"] else []
-        if scalars:
-            begin = events.FirstEventTimestamp()
-            episodes = [episode for episode in episodes if episode[0] < scalars[0].step]
-            episodes += [(scalar.step, before + scalar.wall_time - begin, scalar.value) for scalar in scalars]
-        summary = folder / "summary.json"
-        if summary.exists():
-            before += json.loads(summary.read_text())["wall_seconds"]
-        elif scalars:
-            before = episodes[-1][1]
-    if not episodes:
-        return []
-    width = max(episodes[-1][0] / POINTS, 1)
-    parts = defaultdict(list)
-    for episode in episodes:
-        parts[int((episode[0] - 1) / width)].append(episode)
-    rows = []
-    for part in parts.values():
-        step, seconds, _ = part[-1]
-        rows.append([step, round(seconds, 2), round(float(np.mean([value for _, _, value in part])), 3)])
-    return rows
-
-
 def measured(data):
     """The date and the editions of the scripts of a CSV file, as far as they are known."""
     about = data.with_suffix(".json")
     return json.loads(about.read_text()) if about.exists() else {}
-
-
-def last_tenth(steps, values):
-    """The mean of `values` over the last tenth of the steps."""
-    return np.mean(np.array(values)[np.array(steps) > 0.9 * steps[-1]])
-
-
-def end_of(curve):
-    """The mean return of a learning curve over the last tenth of its steps."""
-    steps, _, returns = zip(*curve, strict=True)
-    return last_tenth(steps, returns)
 
 
 def table(data):
@@ -192,28 +142,18 @@ def draw(
     level: float | None = None,
     level_name: str = "level",
 ):
-    """Draw each experiment's seeds, as moving means over `window` rows, and its mean over seeds as far as all go.
+    """Draw each experiment's moving means over `window` rows: the interquartile mean over seeds and its 95% interval.
 
     The mean of a random policy's returns is a dashed line, and so is `level`, such as a target.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     runs, random, env_id, name = read(data)
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    grid = np.linspace(0, max(max(steps) for steps, _ in runs.values()), 200)
-    for i, exp_name in enumerate(sorted({exp_name for exp_name, _ in runs})):
-        curves = []
-        for (run_name, _), (steps, values) in runs.items():
-            if run_name == exp_name:
-                width = min(window, len(values))
-                smooth = np.convolve(values, np.ones(width) / width, "valid")
-                axes.plot(steps[width - 1 :], smooth, color=f"C{i}", alpha=0.35, linewidth=1)
-                curves.append(np.interp(grid, steps[width - 1 :], smooth, left=np.nan, right=np.nan))
-        seeds = "one seed" if len(curves) == 1 else f"{len(curves)} seeds and their mean"
-        axes.plot(grid, np.mean(curves, 0), color=f"C{i}", linewidth=2.5, label=f"{exp_name}, {seeds}")
+    groups = defaultdict(list)
+    for (exp_name, _), (steps, values) in sorted(runs.items()):
+        groups[exp_name].append((steps, moving_mean(values, window)))
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for (exp_name, own), color in zip(groups.items(), COLORS, strict=False):
+        plot(axes, own, f"{exp_name}, {seeds(len(own))}", color)
     if random:
         mean = np.mean(random)
         axes.axhline(mean, color="black", linestyle="--", label=f"random policy, {len(random)} games: {mean:.3g}")
@@ -221,7 +161,8 @@ def draw(
         axes.axhline(level, color="black", linestyle="--", label=f"{level_name}: {level}")
     apart = np.median(np.concatenate([np.diff(steps) for steps, _ in runs.values()]))
     mean_of = f"\nmoving mean over {window * apart:,.0f} steps" if window > 1 else ""
-    axes.set(xlabel="environment steps", ylabel=f"{name}{mean_of}", title=env_id)
+    explained = ": interquartile means, 95% intervals" if any(len(own) > 1 for own in groups.values()) else ""
+    axes.set(xlabel=f"environment steps{explained}", ylabel=f"{name}{mean_of}", title=env_id)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=9)
     figure.savefig(output, dpi=120)

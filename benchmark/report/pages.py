@@ -17,14 +17,15 @@ import sys
 from dataclasses import dataclass
 from math import inf
 
-from benchmark import ROOT, editions, published
+from benchmark import editions, published
 from benchmark.algorithms import ALGORITHMS, named
 from benchmark.report import curves, figures
-from benchmark.report.machine import describe
-from benchmark.report.tables import Table, mean_and_deviation, spread, with_table
 from benchmark.speed.rounds import MKL, MODES, PEERS
-from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, mkl, population, scaling
-from benchmark.studies.tips import before_after
+from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, population, scaling, tips
+from common import ROOT
+from common.curves import end_of, last_tenth
+from common.machine import describe
+from common.tables import Table, mean_and_deviation, spread, with_table
 
 MEMORY = ("memory_RepeatPrevious", "memory_PositionOnlyCartPole", "memory_PositionOnlyPendulum")
 CURVES = {  # of doc/artifacts, by the page that shows them
@@ -33,7 +34,7 @@ CURVES = {  # of doc/artifacts, by the page that shows them
     "doc/ppo.md": ("ppo_halfcheetah", "ppo_init_entropy", *MEMORY, "ppo_pong", "ppo_breakout"),
     "doc/dqn.md": ("dqn_cartpole", "dqn_breakout"),
     "doc/sac_discrete.md": ("sac_discrete_entropy",),
-    "doc/many_runs.md": ("population_cartpole", "population_pendulum"),
+    "doc/many_runs.md": ("population_pendulum",),
 }
 CAPTIONS = {
     "sac_halfcheetah": "SAC, HalfCheetah-v5: plain and turbo",
@@ -48,7 +49,6 @@ CAPTIONS = {
     "memory_PositionOnlyPendulum": "PPO, PositionOnlyPendulumEasy: with and without memory",
     "dqn_cartpole": "DQN, CartPole-v1: plain and turbo",
     "dqn_breakout": "DQN, Breakout-v5: the first steps",
-    "population_cartpole": "DQN, CartPole-v1: eight agents as one program and as single runs",
     "population_pendulum": "SAC, Pendulum-v1: eight agents as one program and as single runs",
     "sac_discrete_entropy": "SAC-discrete, Breakout-v5: entropy of the policy",
 }
@@ -191,7 +191,7 @@ def learning_row(algo, env_id, mode, runs):
     said = [f"seed {run['seed']} failed: {run['failed']}" for run in runs if "failed" in run]
     if not done:
         return [name, mode, "; ".join(said) or "no episode has ended", "", "", "", ""]
-    ends = [curves.end_of(run["curve"]) for run in done]
+    ends = [end_of(run["curve"]) for run in done]
     each = [f"{run['seed']}: {end:.1f}" for run, end in zip(done, ends, strict=True)]
     steps = min(run["summary"]["global_step"] for run in done)
     return [
@@ -237,8 +237,7 @@ def texts(results):
     pages["doc/speed.md"] = {f"tricks of {algo}": ablation.text(algo, measured) for algo in ablation.TRICKS}
     pages["doc/speed.md"] |= {
         "scaling": scaling.table(measured),
-        "tips": before_after.table(measured),
-        "mkl": mkl.table(measured),
+        "tips": tips.table(measured),
     }
     pages["doc/ppo.md"] |= {"memory": memory_table().markdown()}
     pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured)}
@@ -247,7 +246,6 @@ def texts(results):
     counted = json.loads(launches.DATA.read_text())
     pages["doc/many_runs.md"]["agents"] = launches.population_table(counted)
     pages["doc/speed.md"]["launches"] = launches.table(counted)
-    pages["doc/speed.md"]["leanrl"] = launches.comparison(counted)
     return pages
 
 
@@ -258,7 +256,7 @@ def memory_table():
         runs, random, env_id, _ = curves.read(artifact(f"{name}.csv"))
         row = [env_id.split("-")[1]]
         for exp_name in ("ppo_lstm_torchcompile", "without_memory"):
-            ends = [curves.last_tenth(*run) for (own_name, _), run in runs.items() if own_name == exp_name]
+            ends = [last_tenth(*run) for (own_name, _), run in runs.items() if own_name == exp_name]
             row.append(f"{statistics.mean(ends):.2f} ± {statistics.stdev(ends):.2f}")
         rows.append([*row, f"{statistics.mean(random):.2f}"])
     return Table("", ("", "PPO with memory", "without memory", "random policy"), rows)
@@ -338,7 +336,7 @@ def headline(results):
         minutes = fastest_minutes(runs)
         threads = runs[0]["config"]["threads"]
         cores = {0: "all cores", 1: "one core"}.get(threads, f"{threads} cores")
-        mean = statistics.mean(curves.end_of(run["curve"]) for run in runs)
+        mean = statistics.mean(end_of(run["curve"]) for run in runs)
         sentences.append(
             f"PPO trains for a million steps on HalfCheetah-v5 in {minutes:.1f} minutes on {cores} "
             f"({describe(runs[0]['machine'])}; {runs[0]['mode']}, fastest seed) and reaches a return of {mean:.0f} "

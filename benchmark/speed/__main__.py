@@ -1,4 +1,4 @@
-from benchmark.arguments import parse
 from benchmark.speed import matrix
+from common.arguments import parse
 
 matrix.main(parse(matrix.Args, matrix.__doc__))

@@ -13,7 +13,8 @@ import time
 
 import tyro
 
-from benchmark.scripts import before_each_log, load
+from common import scripts
+from common.steady import Clock
 
 
 class TimeSlices:
@@ -48,32 +49,24 @@ class TimeSlices:
         return sum(steps) / sum(seconds)
 
 
-def divide(run, slices):
-    """Let the time slices of a run begin and end at its logs, once its warm-up is over."""
-
-    def on_log():
-        if run.steady:
-            slices(run.step)
-
-    before_each_log(run, on_log)
-
-
-def main(name, *flags, attach=lambda script: None):
-    """Train the script `name` in time slices; `attach` may change its module before."""
-    script = load(name)
-    attach(script)
+def main(name, *flags, train=scripts.train):
+    """Train with the script `name` in time slices, which begin and end at logs, once the run is warm."""
+    script = scripts.load(name)
     args = tyro.cli(script.Args, args=flags)
     slices = TimeSlices(args.total_timesteps)
-    runs = []
+    clocks = []
 
     def on_start(run):
-        runs.append(run)
-        divide(run, slices)
+        clock = Clock(run)
+        clocks.append(clock)
+        scripts.before_each_log(run, lambda losses: clock.begin and slices(run.step))
 
-    script.train(args, on_start=on_start)
-    path = runs[0].folder / "summary.json"
+    train(script, args, on_start=on_start)
+    (clock,) = clocks
+    path = clock.run.folder / "summary.json"
     summary = json.loads(path.read_text())  # which has counted the others' slices too
-    summary |= {"steady_sps": slices.steps_per_second, "wall_seconds": summary["wall_seconds"] - slices.waited}
+    summary |= {"steady_sps": slices.steps_per_second, "warmup_seconds": clock.warmup_seconds}
+    summary |= {"wall_seconds": summary["wall_seconds"] - slices.waited}
     summary["slice_speeds"] = [steps / seconds for steps, seconds in slices.done]
     path.write_text(json.dumps(summary, indent=2))
 

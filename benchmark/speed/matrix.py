@@ -31,14 +31,16 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmark import ROOT, editions
+from benchmark import editions
 from benchmark.algorithms import ALGORITHMS
-from benchmark.arguments import check, refuse, stop
-from benchmark.report.curves import learning_curve
-from benchmark.report.machine import machine, slug
 from benchmark.results import RESULTS, store
 from benchmark.speed import rounds
 from benchmark.speed.monitor import Monitor
+from common import ROOT
+from common.arguments import check, refuse, stop
+from common.curves import learning_curve
+from common.machine import machine, slug
+from common.processes import end, start
 from tools import mkl_on_amd
 
 try:
@@ -74,8 +76,6 @@ class Args(rounds.RunArgs):
     """folder for the results; those of other flags, such as another precision, need one of their own"""
     run_dir: Path = Path("runs/matrix")
     """folder for the runs and their logs"""
-    address: str | None = None
-    """Ray cluster, such as HOST:6379: a round has a machine of it to itself (by default all run here)"""
     dry_run: bool = False
     """print the commands and run nothing"""
 
@@ -193,9 +193,8 @@ class LearningRun(Job):
             flags.append(f"--resume={summary.parent}")
         else:
             self.clear()
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-        pipes["env"] = os.environ | rounds.environment(self.mode)
-        self.process = rounds.start([str(ROOT / script), *flags], self.folder(self.mode), **pipes)
+        log = self.folder(self.mode) / "log.txt"
+        self.process = start([ROOT / script, *flags], log, env=os.environ | rounds.environment(self.mode))
         self.watching = contextlib.ExitStack()
         self.watching.enter_context(self.monitor.watching(self.mode, self.process.pid))
 
@@ -211,7 +210,7 @@ class LearningRun(Job):
 
     def end(self):
         """Save what the monitor has seen; a process that still trains is killed."""
-        rounds.end(self.process)
+        end(self.process)
         self.watching.close()
         self.monitor.save(self.mode, self.folder(self.mode))
 
@@ -285,22 +284,6 @@ def measure(todo, out, here):
 
             keep(job, job.results(job.run(on_slice), here), out)
             bar.update(end - bar.n)
-
-
-def measure_on_cluster(todo, out, address):
-    """Run all unfinished rounds on a cluster; the result folders of its kinds of machines."""
-    try:
-        from benchmark.speed.cluster import Machines
-    except ImportError as error:
-        stop(f"--address {address}: pip install -r requirements/launch.txt ({error})")
-    machines = Machines(address)
-    folders = sorted({out / slug(kind) for kind in machines.kinds.values()})
-    left = [job for job in todo if not any(job.finished(folder) for folder in folders)]
-    with progress(todo, left) as bar:
-        for job, there, results in machines.run(left):
-            keep(job, results, out / slug(there))
-            bar.update(job.seconds)
-    return folders
 
 
 def learn(todo, out, here, parallel):
@@ -396,8 +379,6 @@ def complete(args):
     if not args.modes:
         rounds.refuse_modes(modes)
     args.seeds = args.seeds or ((21,) if args.quick else (21, 31, 41))
-    if args.address and args.learn:
-        refuse("address", args.address, "it is for speeds; python -m launch run makes learning runs on a cluster")
     if not 1 <= args.parallel <= (os.cpu_count() if args.learn else 1):
         remedy = f"give 1 to {os.cpu_count()}, the cores of this machine" if args.learn else "it is for --learn"
         refuse("parallel", args.parallel, remedy)
@@ -416,17 +397,13 @@ def main(args):
         print("\n".join(what_fits(todo)), file=sys.stderr)
     if args.dry_run:
         return
+    here = machine()
+    out = args.out / slug(here)
     try:
-        if args.address:
-            folders = measure_on_cluster(todo, args.out, args.address)
+        if args.learn:
+            learn(todo, out, here, args.parallel)
         else:
-            here = machine()
-            out = args.out / slug(here)
-            folders = [out]
-            if args.learn:
-                learn(todo, out, here, args.parallel)
-            else:
-                measure(todo, out, here)
+            measure(todo, out, here)
     except KeyboardInterrupt:
         print("\ninterrupted; run the same command again to continue", file=sys.stderr)
         raise SystemExit(130) from None
@@ -435,7 +412,7 @@ def main(args):
     print("\n\n".join(table.markdown() for table in tables))
     if is_published(args.out):
         pages.write(measured)
-    paths = [job.result_path(folder, mode) for folder in folders for job in todo for mode in job.modes]
+    paths = [job.result_path(out, mode) for job in todo for mode in job.modes]
     failed = [path for path in paths if path.exists() and "failed" in json.loads(path.read_text())]
     for path in failed:
         print(f"error: a run failed; see {json.loads(path.read_text())['failed']}", file=sys.stderr)

@@ -2,20 +2,18 @@
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
-from benchmark.arguments import refuse
+from common.arguments import refuse
 
 INTERVAL = 0.5  # seconds
 ROWS = 100  # of a table
-TICKS = os.sysconf("SC_CLK_TCK")
 CPU_COLUMNS = ["seconds", "cores"]
 GPU_COLUMNS = ["gpu_percent", "gpu_memory_mib", "gpu_watts"]
 
@@ -31,7 +29,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def watching(self, name, pid):
-        """Add samples of the session that process `pid` leads to those of `name`, while this context lasts."""
+        """Add samples of process `pid` and those that it has started to those of `name`, while this context lasts."""
         if not self.on:
             yield
             return
@@ -89,12 +87,12 @@ class Card:
         ]
 
 
-def cpu_seconds(session):
-    """Seconds of processor time that a session's processes and those that they have waited for have used (proc(5))."""
-    ticks = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # a process that has just ended
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                ticks += sum(map(int, fields[11:15]))
-    return ticks / TICKS
+def cpu_seconds(pid):
+    """Processor time of a process, of those that it has started and of those that it has waited for."""
+    seconds = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+        process = psutil.Process(pid)
+        for one in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                seconds += sum(one.cpu_times()[:4])
+    return seconds

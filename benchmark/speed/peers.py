@@ -1,11 +1,11 @@
 """Train other libraries' agents at the settings of our plain scripts, for their speed (requirements/peers.txt).
 
-    python -m benchmark.speed.compare --algo sac_continuous_action --modes plain eager compile sb3 sbx
+    ./run.sh --algos sac_continuous_action --modes plain eager compile sb3 sbx
     python -m benchmark.speed.peers --settings
 
-The peers are sb3, Stable-Baselines3 with sb3-contrib, in PyTorch, and sbx, the same algorithms in JAX. compare.py
-measures them interleaved with the modes of this repository. --settings prints the settings of each algorithm side by
-side: ours, and what the peers' models say of themselves.
+The peers are sb3, Stable-Baselines3 with sb3-contrib, in PyTorch, and sbx, the same algorithms in JAX. They are
+measured interleaved with the modes of this repository. --settings prints the settings of each algorithm side by side:
+ours, and what the peers' models say of themselves.
 """
 
 import copy
@@ -26,10 +26,11 @@ import tyro
 from torch import nn
 
 from benchmark.algorithms import ALGORITHMS
-from benchmark.arguments import refuse, stop
-from benchmark.scripts import load
 from benchmark.speed.interleaved import TimeSlices
 from benchmark.speed.rounds import PEER_MODULES
+from common.arguments import refuse, stop
+from common.scripts import load, optimizers_of
+from common.tables import Table
 
 try:
     from sb3_contrib import RecurrentPPO
@@ -175,7 +176,8 @@ def check_args(peer, script, args):
 
 def prepare(script, args):
     """As the script's `prepare`, and give JAX, which must not be imported yet, torch's threads and float32 matmuls."""
-    device = script.prepare(args)
+    prepared = script.prepare(args)
+    device = prepared[0] if isinstance(prepared, tuple) else prepared  # the second edition makes the folder elsewhere
     os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = args.matmul_precision
     os.environ["PJRT_NPROC"] = str(torch.get_num_threads())
     return device
@@ -223,7 +225,7 @@ def make_model(peer, algo, script, args, device):
     name = CLASSES[algo]
     ours = make_ours(algo, script, args)
     envs = Games(script, args) if is_atari(script) else make_vec_env(args.env_id, args.num_envs)
-    optimizer = next(iter(ours.optimizers.values()))
+    optimizer = next(iter(optimizers_of(ours).values()))
     policy = {"net_arch": hidden_layers(peer, algo, ours), "optimizer_kwargs": {"eps": optimizer.defaults["eps"]}}
     settings = {theirs: getattr(args, flag) for flag, theirs in NAMES[name].items()}
     if name == "PPO":
@@ -384,7 +386,7 @@ def our_settings(algo, script, args):
     name = CLASSES[algo]
     learner = make_ours(algo, script, args)
     rows = networks_in_torch(nn.ModuleDict(networks_of(learner)))
-    rows |= optimizers_in_torch(learner.optimizers, getattr(args, "anneal_lr", False))
+    rows |= optimizers_in_torch(optimizers_of(learner), getattr(args, "anneal_lr", False))
     rows |= {flag: getattr(args, flag) for flag in NAMES[name]}
     if name == "PPO":
         rows["minibatch"] = args.num_envs * args.num_steps // args.num_minibatches
@@ -466,12 +468,12 @@ def tables():
     pages = ["Bold: it differs from ours. -: the peer has no such setting."]
     for algo, name in CLASSES.items():
         columns = settings(algo)
-        lines = [f"### {algo}", "", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        rows = []
         for row, ours in columns["ours"].items():
             theirs = [columns[peer][row] for peer in ALGORITHMS[algo].peers]
-            lines.append(f"| {row} | {' | '.join([ours, *(t if t == ours else f'**{t}**' for t in theirs)])} |")
+            rows.append([row, ours, *(setting if setting == ours else f"**{setting}**" for setting in theirs)])
         notes = [f"- {peers}: {note}" for key, peers, note in NOTES if key in (algo, name)]
-        pages.append("\n".join([*lines, "", *notes]))
+        pages.append("\n".join([f"### {algo}\n", Table("", ("", *columns), rows).markdown(), "", *notes]))
     return "\n\n".join(pages)
 
 

@@ -9,9 +9,7 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +17,9 @@ from pathlib import Path
 import torch
 
 from benchmark.algorithms import ALGORITHMS
-from benchmark.arguments import refuse
 from benchmark.speed.monitor import Monitor
-from launch.worker import end_with_parent
+from common.arguments import refuse
+from common.processes import end, start
 from tools import mkl_on_amd
 
 INTERLEAVED = ("-m", "benchmark.speed.interleaved")
@@ -115,24 +113,6 @@ def command(args, program, seed, folder):
     return [*program, *common, *args.flags.split()]
 
 
-def start(words, folder, **pipes):
-    """Start Python with the arguments `words` in a session of its own; its stderr goes to log.txt in `folder`.
-
-    Ctrl-C is for us alone, but the process ends with us.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "log.txt", "w") as log:
-        settings = {"stderr": log, "text": True, "start_new_session": True, "preexec_fn": end_with_parent}
-        return subprocess.Popen([sys.executable, *words], **settings, **pipes)
-
-
-def end(process):
-    """Kill a process and its compiler, if they are still there."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def run_round(args, programs, seed, on_slice=lambda name: None):
     """Train `programs`, by name, with one seed: warm up one after the other, then in interleaved time slices.
 
@@ -156,7 +136,7 @@ def run_round(args, programs, seed, on_slice=lambda name: None):
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
                 variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{name}"} | environment(name)
                 words = command(args, program, seed, folders[name])
-                processes[name] = start(words, folders[name], env=variables, **pipes)
+                processes[name] = start(words, folders[name] / "log.txt", env=variables, **pipes)
                 wait(name)
             while processes:
                 for name in list(processes):

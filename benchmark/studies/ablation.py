@@ -20,15 +20,16 @@ from pathlib import Path
 
 import torch
 
-from benchmark import ROOT, editions
+from benchmark import editions
 from benchmark.algorithms import ALGORITHMS
-from benchmark.arguments import check, parse
-from benchmark.report.machine import machine
-from benchmark.report.tables import spread
 from benchmark.results import RESULTS, path_here, store
-from benchmark.scripts import before_each_log, load
 from benchmark.speed.rounds import INTERLEAVED, TURBO_FLAGS, RunArgs, possible, run_programs
 from benchmark.studies.tricks import TRICKS, without
+from common import ROOT
+from common.arguments import check, parse
+from common.machine import machine
+from common.scripts import before_each_log, load, train
+from common.tables import Table, spread
 
 MODES = tuple(TURBO_FLAGS)
 STEPS = {"sac_continuous_action": 9_000, "td3_continuous_action": 30_000, "ppo_continuous_action": 60_000}
@@ -82,15 +83,16 @@ def learned(path, algo, mode):
     logs = []
 
     def on_start(run):
-        def on_log():
+        def on_log(losses):
             networks = run.learner.state_dict()["networks"].values()
-            logs.append(torch.cat([tensor.double().flatten() for network in networks for tensor in network.values()]))
+            tensors = [tensor.detach() for network in networks for tensor in network.values()]
+            logs.append(torch.cat([tensor.double().flatten() for tensor in tensors]))
 
         before_each_log(run, on_log)
 
     flags = VERIFIED[algo] | {"compile": "compile" in mode, "cudagraphs": "cudagraphs" in mode}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        script.train(script.Args(run_dir=folder, threads=1, **flags), on_start=on_start)
+        train(script, script.Args(run_dir=folder, threads=1, **flags), on_start)
     return logs[0], logs[-1]
 
 
@@ -139,7 +141,7 @@ def table(algo, data):
     """A Markdown table of the tricks of one algorithm, with the ratios in `data`, one machine's results or nothing."""
     known = data["modes"] if data else {}
     modes = [mode for mode in MODES if mode in known or "cudagraphs" not in mode]
-    lines = [f"| what the script does | where | {' | '.join(modes)} |", f"|---|---|{'---|' * len(modes)}"]
+    rows = []
     for trick in TRICKS[algo]:
         cells = []
         for mode in modes:
@@ -149,8 +151,8 @@ def table(algo, data):
                 cells.append(spread([speed / slower for speed, slower in pairs], "{:.2f}"))
             else:
                 cells.append("not measured" if mode in trick.modes else "")
-        lines.append(f"| {trick.what} | `{trick.where}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([trick.what, f"`{trick.where}`", *cells])
+    return Table("", ("what the script does", "where", *modes), rows).markdown()
 
 
 def text(algo, results):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from benchmark import editions
 from benchmark.algorithms import ALGORITHMS, named
-from benchmark.arguments import check, parse
-from benchmark.report.machine import machine
-from benchmark.report.tables import spread
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import INTERLEAVED, RunArgs, run_programs
+from common.arguments import check, parse
+from common.machine import machine
+from common.tables import spread
 
 MODES = {
     "eager": [],

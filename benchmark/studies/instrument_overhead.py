@@ -15,10 +15,10 @@ from scipy.stats import bootstrap
 
 from benchmark import editions
 from benchmark.algorithms import FULL_SOON, named
-from benchmark.arguments import check, parse
-from benchmark.report.machine import machine
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import TURBO_FLAGS, RunArgs, possible, run_programs
+from common.arguments import check, parse
+from common.machine import machine
 
 INSTRUMENTED = ("-m", "benchmark.studies.instrumented")
 ALONE = "none"

@@ -16,4 +16,4 @@ from instruments import __main__ as command
 if __name__ == "__main__":
     words, *rest = sys.argv[1:]
     instruments = command.chosen(tyro.cli(command.Args, args=words.split()))
-    interleaved.main(*rest, attach=partial(command.attach, instruments=instruments))
+    interleaved.main(*rest, train=partial(command.train, instruments=instruments))

@@ -5,8 +5,8 @@
 
 What is counted is `train` itself, in steady state and with the scripts' defaults, save for a small replay buffer, an
 early start of learning, for DQN no random actions, and for Atari's DQN and SAC target networks that move in time to be
-counted. All modes run on the emulated CUDA device of tests/cuda/emulated_cuda.py. Compiled code is what inductor
-generates for an H100 (tests/cuda/generated_cuda.py, which needs triton); its kernels are counted and not executed.
+counted. All modes run on the emulated CUDA device of tools/emulated_cuda.py. Compiled code is what inductor
+generates for an H100 (tools/generated_cuda.py, which needs triton); its kernels are counted and not executed.
 
 "leanrl_2024" in results/launches.json is what the LeanRL of 2024 costs, and how that was counted; --write leaves it
 as it is.
@@ -22,14 +22,15 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmark import ROOT
 from benchmark.algorithms import ALGORITHMS
-from benchmark.arguments import parse
 from benchmark.results import RESULTS
-from benchmark.scripts import Enough, before_each_log, load
-from benchmark.studies.gpu_model import BEST, LAUNCHED, WORST, device_us
+from common import ROOT
+from common.arguments import parse
+from common.scripts import Enough, before_each_log, load, train
+from common.steady import Clock
+from common.tables import Table
 
-sys.path.insert(0, str(ROOT / "tests" / "cuda"))
+sys.path.insert(0, str(ROOT / "tools"))  # whose files can be copied, and so import each other by name
 from emulated_cuda import emulated_cuda
 
 DATA = RESULTS / "launches.json"
@@ -52,11 +53,7 @@ RUNS = {  # flags, and how many steps to count: whole periods of all that is not
     "sac_atari": (EARLY_ATARI, 100),
 }
 PARTS = ("update", "update_target", "losses")  # methods that are counted by themselves; all else is the step
-POPULATIONS = {
-    "sac_continuous_action": "sac_population",
-    "dqn": "dqn_population",
-    "ppo_continuous_action": "ppo_population",
-}
+POPULATIONS = {"sac_continuous_action": "sac_population"}
 AGENTS = (1, 2, 4, 8, 16)
 COLUMNS = (
     "operators",
@@ -94,7 +91,8 @@ class Steady:
         self.calls = Counter(step=steps)
 
     def __call__(self, run):
-        before_each_log(run, lambda: run.steady and self.on_log(run.learner, run.step))
+        clock = Clock(run)
+        before_each_log(run, lambda losses: clock.begin and self.on_log(run.learner, run.step))
 
     def on_log(self, learner, step):
         step //= learner.args.num_envs  # from transitions to steps
@@ -153,7 +151,7 @@ def count(name, mode, flags, steps):
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         steady = Steady(device.counts, steps)
         with contextlib.suppress(Enough):
-            script.train(script.Args(run_dir=run_dir, **flags, **MODES[mode]), on_start=steady)
+            train(script, script.Args(run_dir=run_dir, **flags, **MODES[mode]), steady)
     return steady.per_call()
 
 
@@ -172,7 +170,6 @@ def count_agents(algo, agents):
     """What the population script does with so many agents, compiled and captured."""
     print(f"counting {POPULATIONS[algo]}, {agents} agents", file=sys.stderr)
     flags, steps = RUNS[algo]
-    flags = {name: (value,) if name in GREEDY else value for name, value in flags.items()}
     return count(POPULATIONS[algo], "compile + cudagraphs", flags | {"seeds": tuple(range(1, agents + 1))}, steps)
 
 
@@ -191,70 +188,29 @@ def cell(parts, name, nbytes=None, unit=1):
     return " + ".join(texts) if any(name in parts[part] for part in ("update", "step")) else ""
 
 
-def like(parts, ours):
-    """Counts of LeanRL with what was not counted there: matmuls of our sizes, and our bytes per launch."""
-    filled = {}
-    for part in ("update", "step"):
-        launched, our_launched = (sum(x[part].get(name, 0) for name in LAUNCHED) for x in (parts, ours))
-        matmuls = parts[part].get("matmuls", 0) / ours[part].get("matmuls", 1)
-        sizes = {name: ours[part][name] * matmuls for name in shapes(ours[part])}
-        filled[part] = parts[part] | sizes | {"bytes": ours[part].get("bytes", 0) * launched / max(our_launched, 1)}
-    return filled
-
-
-def estimates(parts, precision="float32"):
-    """The least and the most microseconds that a card is expected to compute in a step, updates included."""
-    return [
-        sum(device_us(parts[part], matmul, precision) * parts[part]["calls per step"] for part in ("update", "step"))
-        for matmul in (BEST, WORST)
-    ]
-
-
-def row(name, mode, parts, estimated):
-    """A line of the table; `estimated` are the counts that the estimate is made of."""
+def row(name, mode, parts):
+    """A line of the table."""
     cells = [cell(parts, column) for column in ("operators", "replays", "nodes", "kernels", "fills", "matmuls")]
     cells += [cell(parts, "bytes", unit=1e6), cell(parts, "h2d", "h2d bytes"), cell(parts, "d2h", "d2h bytes")]
-    estimate = " to ".join(f"{us:.0f}" for us in estimates(estimated)) if mode != "eager" else ""
-    return f"| {name} | {mode} | {' | '.join(cells)} | {cell(parts, 'waits')} | {estimate} |"
+    return [name, mode, *cells, cell(parts, "waits")]
 
 
 def table(data):
     """A Markdown table: in each cell an update + an environment step."""
-    lines = [
-        "| update + step | mode | operators | graph replays | operators in graphs | fused kernels in graphs | fills "
-        "| matmuls and convolutions among all | MB read and written | copies in | copies out | waits "
-        "| GPU, us per step (estimate) |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = ("update + step", "mode", "operators", "graph replays", "operators in graphs", "fused kernels in graphs")
+    header += ("fills", "matmuls and convolutions among all", "MB read and written", "copies in", "copies out", "waits")
+    rows = []
     for algo, modes in data["scripts"].items():
-        lines += [row(ALGORITHMS[algo].title, mode, parts, parts) for mode, parts in modes.items()]
+        rows += [row(ALGORITHMS[algo].title, mode, parts) for mode, parts in modes.items()]
         earlier = data["leanrl_2024"]["scripts"].get(algo, {})  # it had no DQN and no SAC for Atari
-        lines += [row("LeanRL of 2024", mode, parts, like(parts, modes[mode])) for mode, parts in earlier.items()]
-    return "\n".join(lines)
-
-
-def comparison(data):
-    """A Markdown table: what the model says of LeanRL's steps, and how long they took."""
-    lines = ["| LeanRL of 2024 | GPU, us per step | host | sum | published |", "|---|---|---|---|---|"]
-    earlier = data["leanrl_2024"]
-    for algo, sps in earlier["published_sps"].items():
-        counted = like(earlier["scripts"][algo]["cudagraphs"], data["scripts"][algo]["cudagraphs"])
-        least, most = estimates(counted, earlier["precision"].get(algo, "float32"))
-        published = f"{1e6 * load(algo).Args().num_envs / sps:.0f} ({sps} steps/s)"
-        host = earlier["host_us"].get(algo)
-        total = f"{least + host:.0f} to {most + host:.0f}" if host else ""
-        title = ALGORITHMS[algo].title
-        lines.append(f"| {title} | {least:.0f} to {most:.0f} | {host or 'not measured'} | {total} | {published} |")
-    return "\n".join(lines)
+        rows += [row("LeanRL of 2024", mode, parts) for mode, parts in earlier.items()]
+    return Table("", header, rows).markdown()
 
 
 def population_table(data):
-    """A Markdown table: a step of N agents with its updates, and the estimate of what a card needs for it."""
+    """A Markdown table: a step of N agents with its updates."""
     names = ("script", "agents", "nodes of graphs", "MB read and written", "operators outside of graphs")
-    lines = [
-        f"| {' | '.join([*names, 'GPU, us per step (estimate)', 'of each agent'])} |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for algo, by_agents in data["populations"].items():
         for agents, parts in by_agents.items():
             calls = {part: parts[part]["calls per step"] for part in ("update", "step")}
@@ -263,12 +219,9 @@ def population_table(data):
                 for name in ("nodes", "kernels", "fills", "operators", "bytes")
             }
             in_graphs = sums["nodes"] + sums["kernels"] + sums["fills"]
-            least, most = estimates(parts)
             cells = [ALGORITHMS[algo].title, agents, number(in_graphs), number(sums["bytes"] / 1e6)]
-            cells += [number(sums["operators"]), f"{least:.0f} to {most:.0f}"]
-            each = [f"{us / int(agents):.1f}" for us in (least, most)]
-            lines.append("| " + " | ".join(map(str, [*cells, " to ".join(each)])) + " |")
-    return "\n".join(lines)
+            rows.append([*cells, number(sums["operators"])])
+    return Table("", names, rows).markdown()
 
 
 def main(args):

@@ -1,11 +1,11 @@
 """How fast N agents train as one program, beside as many processes on the same cores.
 
-    python -m benchmark.studies.population  # three quarters of an hour on 2 cores
+    python -m benchmark.studies.population  # a quarter of an hour on 2 cores
     python -m benchmark.report              # put the results into doc/many_runs.md
 
 Both sides are there at once and take turns training: one is stopped while the other has the machine. The population
 has the script's default of threads, and each process of a single agent has its share of the cores, but no more threads
-than that. PPO's iterations are shorter than by default, with minibatches of the same size, so that a turn has several.
+than that.
 """
 
 import contextlib
@@ -23,23 +23,16 @@ import tyro
 
 from benchmark import editions
 from benchmark.algorithms import ALGORITHMS
-from benchmark.arguments import check, parse
-from benchmark.report.machine import machine
 from benchmark.results import RESULTS, path_here, store, stored
-from benchmark.scripts import load
-from benchmark.speed.rounds import TURBO_FLAGS, end, possible, start
+from benchmark.speed.rounds import TURBO_FLAGS, possible
+from common import scripts
+from common.arguments import check, parse
+from common.machine import machine
+from common.processes import end, start
+from common.steady import Clock
 
-POPULATIONS = {
-    "sac_continuous_action": "sac_population_torchcompile",
-    "dqn": "dqn_population_torchcompile",
-    "ppo_continuous_action": "ppo_population_torchcompile",
-}
-OFF_POLICY = ["--learning-starts=1000", "--buffer-size=20000"]
-SETTINGS = {
-    "sac_continuous_action": OFF_POLICY,
-    "dqn": OFF_POLICY,
-    "ppo_continuous_action": ["--num-steps=256", "--num-minibatches=4"],
-}
+POPULATIONS = {"sac_continuous_action": "sac_population_torchcompile"}
+SETTINGS = ["--learning-starts=1000", "--buffer-size=20000"]
 WARMING = -1  # the count of a process whose warm-up is not over
 HEADER = ("", "mode", "agents", "one program, steps/s", "processes, steps/s", "ratio")
 
@@ -60,20 +53,21 @@ class Args:
 
 def train(name, counter, *flags):
     """Train until killed, and keep the environment steps so far in the file `counter`."""
-    script = load(name)
+    script = scripts.load(name)
     steps = np.memmap(counter, np.int64, "r+")
 
     def count(run):
+        clock = Clock(run)
         advance = run.advance
 
         def counted(rewards, ended):
             advance(rewards, ended)
-            if run.steady:
+            if clock.begin:
                 steps[0] = run.step
 
         run.advance = counted
 
-    script.train(tyro.cli(script.Args, args=flags), on_start=count)
+    scripts.train(script, tyro.cli(script.Args, args=flags), count)
 
 
 class Side:
@@ -88,7 +82,7 @@ class Side:
             counter = np.memmap(own / "steps", np.int64, "w+", shape=1)
             counter[0] = WARMING
             words = ["-m", "benchmark.studies.population", "train", script, own / "steps", *flags, f"--run-dir={own}"]
-            self.processes.append(start(list(map(str, words)), own))
+            self.processes.append(start(words, own / "log.txt"))
             self.counters.append(counter)
 
     def send(self, number):
@@ -113,8 +107,8 @@ class Side:
 
 def measure(args, algo, mode, agents, folder):
     """Steps per second of all agents, by side, a list over rounds."""
-    flags = ["--total-timesteps=1000000000", *SETTINGS[algo], *TURBO_FLAGS[mode]]
-    default = load(f"{algo}_torchcompile").Args().threads  # 0: all cores
+    flags = ["--total-timesteps=1000000000", *SETTINGS, *TURBO_FLAGS[mode]]
+    default = scripts.load(f"{algo}_torchcompile").Args().threads  # 0: all cores
     threads = min(max(1, os.cpu_count() // agents), default or os.cpu_count())
     seeds = [str(seed + 1) for seed in range(agents)]
     programs = {

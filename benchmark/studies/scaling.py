@@ -18,25 +18,26 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from gymnasium.vector import AutoresetMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from benchmark import editions
 from benchmark.algorithms import ALGORITHMS
-from benchmark.arguments import check, parse, refuse
-from benchmark.report.machine import machine, slug, where
 from benchmark.results import RESULTS, path_here, store, stored
-from benchmark.scripts import Enough, before_each_log, load
 from benchmark.studies.timing import interleaved_times, seconds_per_call
-from launch.worker import end_with_parent
+from common.arguments import check, parse, refuse
+from common.machine import machine, slug, where
+from common.processes import call
+from common.scripts import Enough, before_each_log, load, train
+from common.steady import Clock
+from common.tables import Table
 
 NUM_ENVS = (1, 16, 256)
 BATCHES = (64, 256, 1024)
@@ -113,14 +114,14 @@ class Matmuls(TorchDispatchMode):
         return sum(count * statistics.median(taken[key]) for key, count in self.counts.items())
 
 
-def train(script, flags, on_start):
+def train_until_enough(script, flags, on_start):
     """Train until something that `on_start` has put into the run raises Enough."""
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         args = script.Args(total_timesteps=10**9, run_dir=folder, **flags)
         try:
             with contextlib.redirect_stderr(log), contextlib.suppress(Enough):
-                script.train(args, on_start=on_start)
+                train(script, args, on_start)
         except SystemExit:
             print(log.getvalue().splitlines()[-1], file=sys.stderr)
             raise
@@ -144,13 +145,14 @@ def matmuls_alone(script, flags, period):
             if len(flops) == period:
                 raise Enough
 
-        def on_log():
-            if run.steady:
+        def on_log(losses):
+            if clock.begin:
                 run.learner.update = update
 
+        clock = Clock(run)
         before_each_log(run, on_log)
 
-    train(script, flags, on_start)
+    train_until_enough(script, flags, on_start)
     return {"matmul_seconds": matmuls.seconds() / period, "matmul_flops": sum(flops) / period}
 
 
@@ -159,22 +161,27 @@ def environments_alone(script, flags, seconds):
     speeds = []
 
     def on_start(run):
-        actions = [run.envs.action_space.sample() for _ in range(16)]
+        envs = run.envs
+        by_hand = getattr(envs, "metadata", {}).get("autoreset_mode") is AutoresetMode.DISABLED  # not in Atari
+        actions = [envs.action_space.sample() for _ in range(16)]
+        envs.reset()
         steps, begin = 0, time.perf_counter()
         while time.perf_counter() < begin + seconds:
-            run.envs.step(actions[steps % len(actions)])
+            _, _, terminated, truncated, _ = envs.step(actions[steps % len(actions)])
+            if by_hand and (ended := terminated | truncated).any():
+                envs.reset(options={"reset_mask": ended})
             steps += 1
         speeds.append(steps * run.args.num_envs / (time.perf_counter() - begin))
         raise Enough
 
-    train(script, flags, on_start)
+    train_until_enough(script, flags, on_start)
     return speeds[0]
 
 
 class Meter:
     """Measures a run's steps per second in windows of time, then times updates one by one, then ends the run.
 
-    Of both there are WINDOWS values. It is the `on_start` of `train`.
+    Of both there are WINDOWS values. It is the `on_start` of `train_until_enough`.
     """
 
     def __init__(self, seconds):
@@ -185,7 +192,8 @@ class Meter:
         self.update_seconds = []
 
     def __call__(self, run):
-        before_each_log(run, lambda: run.steady and self.on_log(run.learner, run.step))
+        clock = Clock(run)
+        before_each_log(run, lambda losses: clock.begin and self.on_log(run.learner, run.step))
 
     def on_log(self, learner, step):
         if len(self.steps_per_second) == WINDOWS:
@@ -219,7 +227,7 @@ def measure(algo, flags, modes, seconds):
     meter = Meter(seconds)
     interval = max(1, 100 // script.Args(**flags).num_envs)  # vector steps; PPO logs each iteration
     with patch.object(script, "LOG_INTERVAL", interval, create=True):
-        train(script, flags | modes, meter)
+        train_until_enough(script, flags | modes, meter)
     return {
         "flags": flags,
         "steps_per_second": meter.steps_per_second,
@@ -227,12 +235,6 @@ def measure(algo, flags, modes, seconds):
         "updates_per_step": meter.updates_per_step,
         "environment_steps_per_second": environments_alone(script, flags, seconds / WINDOWS),
     } | matmuls_alone(script, flags, case.period)
-
-
-def in_process(*inputs):
-    """`measure` in a process of its own, which ends with us."""
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=end_with_parent) as pool:
-        return pool.submit(measure, *inputs).result()
 
 
 def measure_all(args, algo):
@@ -245,7 +247,7 @@ def measure_all(args, algo):
     points += [("batch", batch, case.with_batch(batch)) for batch in args.batches or case.batches]
     for name, value, flags in points:
         print(f"{algo}: {name} {value}", file=sys.stderr, flush=True)
-        data[name][value] = in_process(algo, flags, modes, args.seconds)
+        data[name][value] = call(measure, algo, flags, modes, args.seconds)
     store(path_here(args.results, "scaling", algo), data)
 
 
@@ -313,22 +315,19 @@ def row(algo, data):
     environments = ", ".join(map(str, data["num_envs"] if data else NUM_ENVS))
     batches = ", ".join(map(str, data["batch"] if data else CASES[algo].batches))
     title = f"{ALGORITHMS[algo].title}, {modes_of(data)}" if data else ALGORITHMS[algo].title
-    return f"| {title} | {environments} | {cells[0]} | {batches} | {' | '.join(cells[1:])} |"
+    return [title, environments, cells[0], batches, *cells[1:]]
 
 
 def table(results):
     """A Markdown table and plots for each machine that has been measured, without scripts that only others have."""
-    head = [
-        "| | environments | steps/s | transitions of a batch | ms per update | ms of its matmuls alone "
-        "| these, GFLOP/s |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    header = ("", "environments", "steps/s", "transitions of a batch", "ms per update")
+    header += ("ms of its matmuls alone", "these, GFLOP/s")
     parts = []
     for measured, algos in editions.with_algorithms(stored(results, "scaling", CASES), CASES):
         data = {one["algo"]: one for one in measured}
         if measured:
             parts.append(f"{editions.about(measured)}:")
-        parts.append("\n".join([*head, *(row(algo, data.get(algo)) for algo in algos)]))
+        parts.append(Table("", header, [row(algo, data.get(algo)) for algo in algos]).markdown())
         pictures = [
             f"![{ALGORITHMS[algo].title}](../results/{slug(one['machine'])}/scaling/{algo}.png)"
             for algo, one in data.items()

@@ -34,7 +34,3 @@ def interleaved_times(functions, rounds, seconds):
         for name, function in functions.items():
             taken[name].append(seconds_per_call(function, calls[name]))
     return taken
-
-
-def ratios(taken):
-    return [before / after for before, after in zip(taken["before"], taken["after"], strict=True)]

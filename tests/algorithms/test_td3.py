@@ -104,14 +104,13 @@ def smoothed_actions(learner):
     seen = []
     if hasattr(learner, "observe"):
         learner.observe(**transitions(learner, np.random.default_rng(0)))
-        critic = learner.target_critics.members[0]
     else:
         columns = learner.replay.columns
         learner.replay.store(**{name: np.ones((1, *column.shape[1:])) for name, column in columns.items()})
-        critic = learner.target_critics[0]
-    critic.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))
+    learner.target_actor.register_forward_hook(lambda module, inputs, actions: seen.append(actions))
     learner.update()
-    return seen[0].numpy()
+    (actions,) = seen
+    return actions.numpy()
 
 
 def assert_noise_is_per_dimension(actions, deviation, largest):
@@ -157,7 +156,8 @@ def test_a_saturated_policy_stays_within_the_bounds(script, env_id, side):
     learner = make_learner(script, env_id=env_id, exploration_noise=0.0)
     set_policy(learner, side * (1 - 1e-9))
     (action,) = actions_for(learner, np.zeros((1, 2)))
-    (exported,) = learner.policy()(torch.zeros(1, 2)).detach().numpy()
+    policy, _ = learner.policy()
+    (exported,) = policy(torch.zeros(1, 2)).detach().numpy()
     space = make_envs(script, learner.args).single_action_space
     bound = space.low if side < 0 else space.high
     assert space.contains(action) and np.allclose(action, bound, atol=1e-6)
@@ -165,7 +165,7 @@ def test_a_saturated_policy_stays_within_the_bounds(script, env_id, side):
 
 
 def test_the_policy_is_the_actor_without_noise(script):
-    """In evaluation mode, and from the weights of the moment."""
+    """From the weights of the moment."""
     noisy, quiet = [make_learner(script, env_id="Unequal-v0", exploration_noise=noise) for noise in (10.0, 0.0)]
     obs = torch.randn(5, 2)
     fill = fill_replay if script is TURBO else fill_columns
@@ -173,8 +173,7 @@ def test_the_policy_is_the_actor_without_noise(script):
         fill(learner)
         torch.manual_seed(0)
         learner.update()
-    policy = noisy.policy()
-    assert not policy.training
+    policy, _ = noisy.policy()
     with torch.no_grad():
         np.testing.assert_allclose(policy(obs), actions_for(quiet, obs.numpy()), rtol=1e-5, atol=1e-6)
 
@@ -217,7 +216,7 @@ def test_values_bootstrap_through_truncation_but_not_termination(script, env_id,
     kwargs = {"gamma": 0.9, "tau": 0.2, "learning_rate": 3e-3, "batch_size": 64}
     sizes = {"total_timesteps": 1000, "learning_starts": 100, "buffer_size": 1000}
     args = script.Args(env_id=env_id, run_dir=str(tmp_path), **kwargs, **sizes)
-    train(script, args, on_log=lambda learner, losses, step: values.append(losses["qf1_values"]))
+    train(script, args, on_log=lambda learner, losses, step: values.append(losses["q_values"]))
     assert values[-1] == pytest.approx(value, rel=0.1)
 
 
@@ -246,22 +245,24 @@ ON_CUDA = {"script": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("updates", [1, 3, 6, 7, 50])
-def test_modes_agree(mode, updates):
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
+def test_modes_agree(mode):
     """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
-    results = []
-    for kwargs in ({}, MODES[mode]):
-        learner = make_learner(**ON_CUDA, **kwargs, policy_noise=0.0)
+    learners = [make_learner(**ON_CUDA, **kwargs) for kwargs in ({}, MODES[mode])]
+    for learner in learners:
         replay_in_order(learner)
         fill_replay(learner)
-        for _ in range(updates):
+    for update in range(1, 51):
+        for learner in learners:
+            torch.manual_seed(update)
             learner.update()
-        results.append(learnt(learner))
-    tolerance = 1e-5 if updates == 1 else 1e-4 if updates < 10 else 1e-3
-    assert_close_in_norm(results[1], results[0], tolerance, least=1e-7)
-    assert learner.optimizers["critics"].decay[0].item() == pytest.approx(0.9**updates)
-    assert learner.optimizers["actor"].decay[0].item() == pytest.approx(0.9 ** ((updates + 1) // 2))
+        if update in (1, 3, 6, 7, 50):
+            wanted, got = map(learnt, learners)
+            tolerance = 1e-5 if update == 1 else 1e-4 if update < 10 else 1e-3
+            assert_close_in_norm(got, wanted, tolerance, least=1e-7)
+            for name, steps in (("critics", update), ("actor", (update + 1) // 2)):
+                ones, _ = learner.optimizers[name].ones
+                assert ones.item() == pytest.approx(1 - 0.9**steps)
 
 
 @pytest.mark.gpu
@@ -278,7 +279,7 @@ def test_repeated_updates_draw_fresh_rows_and_noise(mode, fixed_rows):
     losses = set()
     for _ in range(6):
         for name, tensor in leaves(learner.tensors()):
-            tensor.copy_(saved[name])
+            tensor.detach().copy_(saved[name])
         learner.updates = 30
         learner.update()
         losses.add((learner.losses()["qf_loss"], learner.losses()["actor_loss"]))

@@ -4,22 +4,17 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from unittest.mock import Mock, patch
 
 import conftest
 import pytest
 import torch
 from conftest import TURBO, assert_same_state, leaves, saved
+from copies import ROOT
 from emulated_cuda import emulated_cuda
 from test_training_on_cuda import OTHERS, SIZES, batched
 
-from leanrl import (
-    dqn_population_torchcompile,
-    ppo_lstm_torchcompile,
-    ppo_population_torchcompile,
-    sac_population_torchcompile,
-)
+from leanrl import ppo_lstm_torchcompile, sac_population_torchcompile
 
 pytest.importorskip("triton")
 from generated_cuda import KERNEL, call_of, compiled_for_cuda
@@ -102,17 +97,10 @@ def test_training_runs_generated_code(name, settings, tmp_path):
         assert_same_state(state_at_once, state)
 
 
-POPULATIONS = {
-    "sac": sac_population_torchcompile,
-    "dqn": dqn_population_torchcompile,
-    "ppo": ppo_population_torchcompile,
-}
-
-
-def train_agents(name, folder, late=True, compile=True, **session):
+def train_agents(folder, late=True, compile=True, **session):
     """The checkpoints of three agents after a short run on the emulated device, and the `Session`."""
-    script = POPULATIONS[name]
-    kwargs = SIZES[name] | SHORT[name] | {"compile": compile, "cudagraphs": compile, "run_dir": str(folder)}
+    script = sac_population_torchcompile
+    kwargs = SIZES["sac"] | SHORT["sac"] | {"compile": compile, "cudagraphs": compile, "run_dir": str(folder)}
     lists = {key for key, value in vars(script.Args()).items() if isinstance(value, tuple)}
     kwargs = {key: (value,) if key in lists else value for key, value in kwargs.items()}
     no_policy = patch("torch.export.export", Mock(side_effect=RuntimeError("to save time")))
@@ -122,14 +110,14 @@ def train_agents(name, folder, late=True, compile=True, **session):
     return [leaves(torch.load(path, weights_only=True)["learner"]) for path in paths], programs
 
 
-@pytest.mark.parametrize("name", ["dqn", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("sac", "ppo"))])
-def test_populations_run_generated_code(name, tmp_path):
-    """As the scripts of single agents do: the same bits in both schedules, near eager code's numbers."""
-    eager, _ = train_agents(name, tmp_path / "eager", compile=False)
-    late, programs = train_agents(name, tmp_path / "late", check=True)
-    check_placement(name, programs)
-    assert programs.errors.keys() == FUNCTIONS[name] and max(programs.errors.values()) < 1e-5, programs.errors
-    at_once, _ = train_agents(name, tmp_path / "at once", late=False)
+@pytest.mark.thorough
+def test_a_population_runs_generated_code(tmp_path):
+    """As the script of a single agent does: the same bits in both schedules, near eager code's numbers."""
+    eager, _ = train_agents(tmp_path / "eager", compile=False)
+    late, programs = train_agents(tmp_path / "late", check=True)
+    check_placement("sac", programs)
+    assert programs.errors.keys() == FUNCTIONS["sac"] and max(programs.errors.values()) < 1e-5, programs.errors
+    at_once, _ = train_agents(tmp_path / "at once", late=False)
     assert len(late) == 3
     for own, same, near in zip(late, at_once, eager, strict=True):
         for (path, value), (_, equal), (_, expected) in zip(own, same, near, strict=True):
@@ -156,6 +144,13 @@ def test_what_torch_has_cached_for_the_cpu_is_not_taken():
     assert len(programs.codes) == 1
 
 
+def test_without_the_interpreter_an_error_says_what_to_set():
+    code = "import generated_cuda; generated_cuda.Kernel('triton_sum', '')"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tools"), "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stderr.splitlines()[-1].endswith("set TRITON_INTERPRET=1 before the program starts"), done.stderr
+
+
 ON_H100 = [pytest.param(name, 90, marks=[] if name in QUICK else [pytest.mark.thorough]) for name in TURBO]
 ON_OTHERS = [pytest.param(name, sm, marks=pytest.mark.thorough) for name in ("dqn", "ppo") for sm in (80, 100)]
 
@@ -167,7 +162,7 @@ def test_kernels_are_assembled(name, capability, tmp_path):
     check_placement(name, programs)
     for i, (function, code) in enumerate(programs.codes):
         (tmp_path / f"{i}_{function}.py").write_text(code)
-    script = Path(__file__).with_name("generated_cuda.py")
+    script = ROOT / "tools" / "generated_cuda.py"
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     result = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr

@@ -1,13 +1,15 @@
 """The scripts' command lines: flags, modes, bad input, checkpoints that bring their flags."""
 
 import json
+import math
+import re
 import subprocess
 import sys
 from functools import partial
 
 import pytest
 import torch
-from conftest import ATARI, MULTI, PLAIN, TURBO, algorithm, script_params, stem, tiny, train
+from conftest import ATARI, MULTI, PLAIN, TURBO, algorithm, learner_class, make_envs, stem, tiny, train
 from copies import ROOT
 
 
@@ -86,9 +88,8 @@ def test_every_mode_trains_past_learning_starts(turbo, compile, cudagraphs, tmp_
     report = summary(next(tmp_path.iterdir()))
     on_cuda = torch.cuda.is_available()
     assert (report["compile"], report["cudagraphs"]) == (compile, cudagraphs and on_cuda)
-    assert report["global_step"] == 300 and report["steady_sps"] > 0 and report["warmup_seconds"] > 0
+    assert report["global_step"] == 300
     assert ("--cudagraphs needs a CUDA device" in errors) == (cudagraphs and not on_cuda)
-    assert ("compiling" in errors) == compile
 
 
 def test_help_shows_every_flag(script, monkeypatch, capsys):
@@ -98,128 +99,64 @@ def test_help_shows_every_flag(script, monkeypatch, capsys):
     assert all(f"--{name.replace('_', '-')}" in text for name in vars(script.Args()))
 
 
+AT_LEAST_1 = re.compile("total_timesteps|num_|buffer_size|batch_size|.*_frequency|updates_per_step|update_epochs")
+AT_MOST_1 = re.compile("gamma|tau|gae_lambda|start_e|end_e|exploration_fraction|target_entropy_scale")
+
+
+def test_numbers_out_of_range_are_refused(script, capsys):
+    """Each flag's own, by a line that names the flag, the value and the limits."""
+    refusals = 0
+    for name, default in vars(script.Args()).items():
+        if type(default) not in (int, float):
+            continue
+        bad = [-1, math.nan]
+        bad += [0] if AT_LEAST_1.match(name) else []
+        bad += [1.5] if AT_MOST_1.fullmatch(name) else []
+        for value in bad:
+            line = refused(capsys, partial(script.prepare, script.Args(**{name: value})))
+            assert line.startswith(f"error: --{name.replace('_', '-')} {value}: give a number from ")
+            refusals += 1
+    assert refusals > 20
+
+
 BAD_INPUTS = [
     {"env_id": "NoSuchEnv-v0"},
+    {"env_id": "no_such_module:Env-v0"},
+    {"env_id": "Image-v0"},
     {"total_timesteps": 0},
-    {"num_envs": 0},
-    {"gamma": 1.5},
-    {"checkpoint_interval": -5},
-    {"threads": -1},
-    {"seed": -1},
     {"run_dir": "{tmp}/file/runs"},
-    {"run_dir": "{tmp}/file/runs", "capture_video": True},
     {"resume": "{tmp}/missing.pt"},
     {"resume": "{tmp}/damaged.pt"},
+    {"resume": "{tmp}/nothing.pt"},
     {"resume": "{tmp}"},
     {"resume": ""},
 ]
-ON_GYMNASIUM = [{"env_id": "Image-v0"}, {"env_id": ":CartPole-v1"}, {"env_id": "no_such_module:Env-v0"}]
-ON_GYMNASIUM += [{"num_envs": 3 * 10**8, "buffer_size": 10**9}]
-OFF_POLICY_INPUTS = [
-    {"batch_size": 0},
-    {"batch_size": 1001},
-    {"buffer_size": 1, "num_envs": 2},
-    {"buffer_size": 10**12},
-    {"learning_starts": -1},
-    {"tau": -0.1},
-]
 CONTINUOUS = [{"env_id": "CartPole-v1"}, {"env_id": "Unbounded-v0"}]
-ON_POLICY_INPUTS = [
-    {"num_minibatches": 3},
-    {"num_minibatches": 50},
-    {"num_minibatches": 32, "num_envs": 3, "num_steps": 5},
-    {"num_steps": 0},
-    {"num_steps": 10**11},
-    {"update_epochs": 0},
-    {"learning_rate": 0.0},
-    {"gae_lambda": 1.01},
-    {"clip_coef": 0.0},
-    {"ent_coef": -0.1},
-    {"vf_coef": float("inf")},
-    {"max_grad_norm": -1.0},
-    {"target_kl": 0.0},
-]
 OWN_INPUTS = {
-    "sac": [
-        *OFF_POLICY_INPUTS,
-        *ON_GYMNASIUM,
-        *CONTINUOUS,
-        {"policy_lr": float("nan")},
-        {"q_lr": 0.0},
-        {"alpha": -1.0},
-        {"policy_frequency": 0},
-        {"target_network_frequency": 0},
-    ],
-    "td3": [
-        *OFF_POLICY_INPUTS,
-        *ON_GYMNASIUM,
-        *CONTINUOUS,
-        {"learning_rate": float("nan")},
-        {"learning_rate": -0.1},
-        {"policy_noise": -0.1},
-        {"exploration_noise": -0.1},
-        {"noise_clip": -0.1},
-        {"policy_frequency": 0},
-    ],
-    "ppo": [*ON_GYMNASIUM[:-1], *CONTINUOUS, *ON_POLICY_INPUTS, {"num_envs": 3 * 10**8}],
-    "ppo_atari": [*ON_POLICY_INPUTS, {"env_id": "Pong-v4"}],
-    "dqn_atari": [
-        *OFF_POLICY_INPUTS,
-        {"env_id": "Pong-v4"},
-        {"learning_rate": 0.0},
-        {"tau": 2.0},
-        {"start_e": 1.1},
-        {"exploration_fraction": 0.0},
-        {"train_frequency": 0},
-        {"target_network_frequency": 0},
-    ],
-    "sac_atari": [
-        *OFF_POLICY_INPUTS,
-        {"env_id": "Pong-v4"},
-        {"policy_lr": float("nan")},
-        {"q_lr": 0.0},
-        {"alpha": -1.0},
-        {"update_frequency": 0},
-        {"target_network_frequency": 0},
-        {"target_entropy_scale": 1.1},
-    ],
-    "dqn": [
-        *OFF_POLICY_INPUTS,
-        *ON_GYMNASIUM,
-        {"env_id": "Pendulum-v1"},
-        {"env_id": "CountsFromOne-v0"},
-        {"learning_rate": 0.0},
-        {"learning_rate": float("nan")},
-        {"tau": 2.0},
-        {"start_e": 1.1},
-        {"end_e": -0.1},
-        {"exploration_fraction": 0.0},
-        {"train_frequency": 0},
-        {"target_network_frequency": 0},
-    ],
-}
+    "sac": CONTINUOUS,
+    "td3": CONTINUOUS,
+    "ppo": CONTINUOUS,
+    "dqn": [{"env_id": "Pendulum-v1"}, {"env_id": "CountsFromOne-v0"}],
+} | {name: [{"env_id": "Pong-v4"}] for name in ATARI}
 CASES = [
     pytest.param(module, arguments, id=f"{stem(module)}-{arguments}")
-    for modules in (PLAIN, TURBO, {"ppo_atari": MULTI})
+    for modules in (PLAIN, TURBO)
     for name, module in modules.items()
-    for arguments in [*BAD_INPUTS, *OWN_INPUTS[name]]
+    for arguments in [*(BAD_INPUTS if module in (PLAIN["sac"], TURBO["dqn"]) else []), *OWN_INPUTS[name]]
 ]
-CASES += [pytest.param(TURBO[name], {"updates_per_step": 0}, id=f"{name}-updates") for name in ("sac", "td3")]
 
 
 @pytest.mark.parametrize(("script", "arguments"), CASES)
 def test_bad_input_gets_one_clear_line(script, arguments, tmp_path, capsys):
-    """The line names the first of the arguments, and nothing is left behind."""
+    """The line names the argument, and nothing is left behind."""
     (tmp_path / "damaged.pt").write_bytes(b"PK\x03\x04 not a checkpoint")
+    torch.save(torch.zeros(3), tmp_path / "nothing.pt")
     (tmp_path / "file").touch()
-    filled = {name: v.format(tmp=tmp_path) if isinstance(v, str) else v for name, v in arguments.items()}
-    args = script.Args(**tiny(script) | {"run_dir": str(tmp_path / "runs")} | filled)
-    with pytest.raises(SystemExit) as error:
-        script.train(args)
-    assert error.value.code == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
-    name, value = next(iter(filled.items()))
-    assert len(lines) == 1 and lines[0].startswith(f"error: --{name.replace('_', '-')} {value}: "), lines
+    ((name, value),) = arguments.items()
+    value = value.format(tmp=tmp_path) if isinstance(value, str) else value
+    args = script.Args(**tiny(script) | {"run_dir": str(tmp_path / "runs"), name: value})
+    line = refused(capsys, partial(script.train, args))
+    assert line.startswith(f"error: --{name.replace('_', '-')} {value}: "), line
     assert not list(tmp_path.glob("runs/*"))
 
 
@@ -231,90 +168,35 @@ def test_words_that_are_no_arguments(either, tmp_path):
         assert flags(**words)[0] in errors
 
 
-@pytest.mark.parametrize("script", script_params())
+def checkpoint_of(script, path):
+    """Write the checkpoint of a new learner of `script` to `path`, as if after 200 steps; returns its content."""
+    args = script.Args(**tiny(script))
+    learner = learner_class(script)(args, make_envs(script, args), torch.device("cpu"))
+    content = {"args": vars(args), "global_step": 200, "episodes": 0, "returns": [], "learner": learner.state_dict()}
+    torch.save(content, path)
+    return content
+
+
 def test_checkpoints_that_do_not_fit_are_refused(script, tmp_path, capsys):
     name = algorithm(script)
-    twin = (PLAIN if script is TURBO[name] else TURBO)[name]
-    own, other = (run_tiny(s, tmp_path / folder) / "checkpoint.pt" for s, folder in ((script, "own"), (twin, "other")))
-    damaged = tmp_path / "damaged.pt"
+    own, other, damaged, incomplete = (tmp_path / f"{name}.pt" for name in ("own", "other", "damaged", "incomplete"))
+    content = checkpoint_of(script, own)
+    checkpoint_of((PLAIN if script is TURBO[name] else TURBO)[name], other)
     damaged.write_bytes(own.read_bytes()[: own.stat().st_size // 2])
-    incomplete = tmp_path / "incomplete.pt"
-    checkpoint = torch.load(own, weights_only=True)
-    del checkpoint["learner"]["updates"]
-    torch.save(checkpoint, incomplete)
+    del content["learner"]["updates"]
+    torch.save(content, incomplete)
+    elsewhere = {"dqn": "DiscreteTruncates-v0", "ppo_lstm": "DiscreteTruncates-v0"} | dict.fromkeys(ATARI, "Pong-v5")
     cases = [
         ({"resume": other}, "--resume", "does not fit"),
-        ({"resume": own, "env_id": "Pong-v5" if name in ATARI else "Truncates-v0"}, "--env-id", tiny(script)["env_id"]),
+        ({"resume": own, "env_id": elsewhere.get(name, "Truncates-v0")}, "--env-id", tiny(script)["env_id"]),
         ({"resume": own, "total_timesteps": 200}, "--total-timesteps", "more than 200"),
         ({"resume": damaged}, "--resume", "intact"),
         ({"resume": incomplete}, "--resume", "'updates'"),
     ]
     if "buffer_size" in tiny(script):
         cases.append(({"resume": own, "buffer_size": 99}, "--buffer-size", "1000"))
-    capsys.readouterr()
-    if name == "dqn":
-        cases[1] = ({"resume": own, "env_id": "DiscreteTruncates-v0"}, "--env-id", "CartPole-v1")
     for kwargs, flag, word in cases:
         args = script.Args(**tiny(script) | {"total_timesteps": 500, "run_dir": str(tmp_path / "no")} | kwargs)
         line = refused(capsys, partial(script.train, args))
         assert line.startswith(f"error: {flag} ") and word in line, (kwargs, line)
         assert not list(tmp_path.glob("no/*"))
-
-
-@pytest.mark.parametrize("script", script_params())
-def test_a_checkpoint_brings_its_flags(script, tmp_path, monkeypatch, capsys):
-    """--resume needs no other flag; those that are given count."""
-    path = run_tiny(script, tmp_path / "first") / "checkpoint.pt"
-    words = ["--resume", path.parent, "--total-timesteps", 350, "--run-dir", tmp_path / "second", "--seed", 5]
-    call(script, monkeypatch, *words)
-    (folder,) = (tmp_path / "second").iterdir()
-    config = json.loads((folder / "config.json").read_text())
-    wanted = {"total_timesteps": 350, "seed": 5, "run_dir": str(tmp_path / "second"), "resume": str(path.parent)}
-    assert (tiny(script) | wanted).items() <= config.items()
-    assert config["gamma"] == script.Args.gamma and summary(folder)["global_step"] == 350
-
-
-def test_flags_of_a_checkpoint_that_a_script_lacks_are_named(either, tmp_path, monkeypatch, capsys):
-    path = run_tiny(either, tmp_path / "first") / "checkpoint.pt"
-    checkpoint = torch.load(path, weights_only=True)
-    checkpoint["args"]["old_flag"] = 3
-    torch.save(checkpoint, path)
-    words = ["--resume", path, "--total-timesteps", 250, "--run-dir", tmp_path / "second"]
-    call(either, monkeypatch, *words)
-    assert "old_flag" in next(line for line in capsys.readouterr().err.splitlines() if line.startswith("note: "))
-
-
-@pytest.mark.parametrize("name", TURBO)
-def test_compile_without_a_compiler_is_refused(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    args = TURBO[name].Args(**tiny(TURBO[name]), compile=True, run_dir=str(tmp_path / "runs"))
-    line = refused(capsys, partial(TURBO[name].train, args))
-    assert line.startswith("error: --compile True: install no-such-compiler")
-    assert not list(tmp_path.glob("runs/*"))
-
-
-@pytest.mark.parametrize("missing", ["wandb", "login"])
-def test_track_without_wandb_or_login_is_refused(either, missing, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("WANDB_MODE", "online")
-    for name in ("WANDB_API_KEY", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    if missing == "wandb":
-        monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(SystemExit) as error:
-        run_tiny(either, tmp_path / "runs", track=True)
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert error.value.code == 2 and line.startswith("error: --track True: pip install wandb and `wandb login`")
-    assert not list(tmp_path.glob("runs/*"))
-
-
-def test_learning_that_starts_too_late_is_noted(either, tmp_path, capsys):
-    run_tiny(either, tmp_path, learning_starts=200)
-    assert "note: --learning-starts 200 is not before the end of the run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["ppo", "ppo_atari"])
-def test_an_iteration_beyond_the_end_is_noted(name, tmp_path, capsys):
-    for script in (PLAIN[name], TURBO[name]):
-        run_tiny(script, tmp_path / stem(script), total_timesteps=20)
-        assert "note: " in capsys.readouterr().err

@@ -34,18 +34,6 @@ def includes(options, mode):
     return torch._inductor.list_mode_options(mode).items() <= options.items()
 
 
-@pytest.mark.parametrize("flag", ["compile_mode", "critic_compile_mode"])
-def test_a_mode_without_compile_is_refused(name, flag, tmp_path, capsys):
-    if flag not in vars(TURBO[name].Args()):
-        pytest.skip("no such flag")
-    with pytest.raises(SystemExit) as stop:
-        TURBO[name].train(TURBO[name].Args(run_dir=str(tmp_path), **{flag: AUTOTUNED}))
-    assert stop.value.code == 2
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line == f"error: --{flag.replace('_', '-')} {AUTOTUNED}: give --compile too"
-    assert not list(tmp_path.iterdir())
-
-
 def test_each_function_gets_the_mode(name, recorded):
     make_learner(TURBO[name], compile=True)
     assert recorded and not any(includes(options, AUTOTUNED) for options in recorded.values())

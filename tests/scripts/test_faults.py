@@ -26,12 +26,7 @@ from conftest import (
     wait_for,
 )
 from copies import ROOT
-from test_cli import flags, refused, run_tiny, start, summary
-
-
-@pytest.fixture(params=script_params())
-def script(request):
-    return request.param
+from test_cli import flags, run_tiny, start, summary
 
 
 @pytest.fixture(params=[PLAIN["sac"], TURBO["dqn"]], ids=stem)
@@ -52,7 +47,11 @@ def checkpoint_step(folder):
     return torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+SIGNALS = [(script, signal.SIGTERM) for script in (*PLAIN.values(), *TURBO.values())]
+SIGNALS += [(PLAIN["sac"], signal.SIGINT), (TURBO["dqn"], signal.SIGHUP)]
+
+
+@pytest.mark.parametrize(("script", "number"), SIGNALS, ids=[f"{stem(script)}-{n.name}" for script, n in SIGNALS])
 def test_a_signal_ends_every_loop(script, number, hangups, tmp_path):
     """With checkpoint, policy and summary, and the exit code that a shell gives."""
 
@@ -144,26 +143,27 @@ def test_ctrl_c_while_the_compiler_runs(tmp_path, monkeypatch):
     assert checkpoint_step(folder) == summary(folder)["global_step"]
 
 
-def test_an_error_in_the_step_of_a_signal_is_named(either, tmp_path, capsys):
+def test_an_error_in_the_step_of_a_signal_is_shown(either, tmp_path):
     def fail(learner, losses, step):
         signal.raise_signal(signal.SIGINT)
         raise ZeroDivisionError("in the very step")
 
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(ZeroDivisionError, match="in the very step"):
         train(either, either.Args(**tiny(either), total_timesteps=1000, run_dir=str(tmp_path)), on_log=fail)
-    assert ended.value.code == 130 and "ZeroDivisionError: in the very step" in capsys.readouterr().err
+    (folder,) = tmp_path.iterdir()
+    assert checkpoint_step(folder) == summary(folder)["global_step"]
 
 
-def test_an_error_leaves_a_checkpoint(script, tmp_path):
+def test_an_error_leaves_a_checkpoint(either, tmp_path):
     """Of the environment or of an edit: it is shown, and nothing is lost."""
 
     def fail(learner, losses, step):
         if step >= 200:
             raise ZeroDivisionError("of an edit")
 
-    args = script.Args(**tiny(script), total_timesteps=1000, run_dir=str(tmp_path))
+    args = either.Args(**tiny(either), total_timesteps=1000, run_dir=str(tmp_path))
     with pytest.raises(ZeroDivisionError, match="of an edit"):
-        train(script, args, on_log=fail)
+        train(either, args, on_log=fail)
     (folder,) = tmp_path.iterdir()
     assert 200 <= checkpoint_step(folder) == summary(folder)["global_step"] < 400
     assert (folder / "policy.pt2").exists()
@@ -233,33 +233,33 @@ def test_a_run_goes_on_when_nobody_reads_stderr(either, stderr, tmp_path):
     assert summary(folder)["global_step"] == checkpoint_step(folder) == 400
 
 
-def test_training_stops_where_losses_are_no_longer_finite(script, tmp_path, monkeypatch):
+def test_training_stops_where_losses_are_no_longer_finite(either, tmp_path, monkeypatch):
     """Exit code 1, one line, the checkpoint from before, a summary."""
-    losses_of = learner_class(script).losses
+    losses_of = learner_class(either).losses
     calls = iter(range(100))
 
     def explode(learner):
         losses = losses_of(learner)
         return losses if next(calls) == 0 else {name: float("nan") for name in losses}
 
-    monkeypatch.setattr(learner_class(script), "losses", explode)
+    monkeypatch.setattr(learner_class(either), "losses", explode)
     with pytest.raises(SystemExit) as error:
-        run_tiny(script, tmp_path, total_timesteps=1000, checkpoint_interval=50)
+        run_tiny(either, tmp_path, total_timesteps=1000, checkpoint_interval=50)
     line = error.value.code
-    assert line.startswith("error: step ") and " is nan; a lower learning rate may help" in line
-    assert "checkpoint.pt is from before" in line
+    assert line.startswith("error: step ") and " is nan; usual causes: NaN in observations or rewards" in line
     (folder,) = tmp_path.iterdir()
     assert checkpoint_step(folder) < summary(folder)["global_step"] < 1000
 
 
+@pytest.mark.parametrize("script", script_params())
 def test_a_checkpoint_is_not_overwritten_with_nan(script, tmp_path):
     def spoil(learner, losses, step):
         if step >= 300:
-            networks = (learner.tensors() if hasattr(learner, "tensors") else learner.state_dict())["networks"]
+            networks = learner.state_dict()["networks"]
             next(tensor for _, tensor in leaves(networks) if tensor.is_floating_point()).data.fill_(float("nan"))
 
     sizes = {"total_timesteps": 300, "checkpoint_interval": 100, "run_dir": str(tmp_path)}
-    with pytest.raises(SystemExit, match="the checkpoint would hold a NaN"):
+    with pytest.raises(SystemExit, match="the checkpoint would hold NaN"):
         train(script, script.Args(**tiny(script) | sizes), on_log=spoil)
     (folder,) = tmp_path.iterdir()
     assert checkpoint_step(folder) == 200
@@ -293,7 +293,7 @@ for what in ("reward", "observation"):
 
 @pytest.mark.parametrize("what", ["reward", "observation"])
 @pytest.mark.parametrize("name", ["sac", "td3", "ppo", "dqn"])
-def test_nan_of_an_environment_is_blamed_on_it(name, what, tmp_path):
+def test_nan_of_an_environment_ends_the_run(name, what, tmp_path):
     """Before any checkpoint that holds it."""
     env_id = f"{'Discrete' if name == 'dqn' else ''}Broken-{what}-v0"
     for script in (PLAIN[name], TURBO[name]):
@@ -301,18 +301,10 @@ def test_nan_of_an_environment_is_blamed_on_it(name, what, tmp_path):
         run_dir = tmp_path / stem(script)
         with pytest.raises(SystemExit) as error:
             run_tiny(script, run_dir, total_timesteps=1000, checkpoint_interval=50, env_id=env_id)
-        assert "the environment returned a NaN" in error.value.code
+        assert "NaN in observations or rewards" in error.value.code
         (folder,) = run_dir.iterdir()
         assert checkpoint_step(folder) == 100
         json.loads((folder / "summary.json").read_text(), parse_constant=pytest.fail)
-
-
-def test_video_where_nothing_can_be_rendered_is_refused(either, tmp_path, capsys):
-    env_id = "DiscreteTruncates-v0" if either is TURBO["dqn"] else "Truncates-v0"
-    args = either.Args(**tiny(either) | {"env_id": env_id}, capture_video=True, run_dir=str(tmp_path))
-    line = refused(capsys, lambda: either.train(args))
-    assert line.startswith(f"error: --env-id {env_id}") or line.startswith("error: --capture-video True")
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_environments_own_missing_file_is_not_blamed_on_a_flag(either, tmp_path):
@@ -326,12 +318,3 @@ def test_an_environments_own_missing_file_is_not_blamed_on_a_flag(either, tmp_pa
     finally:
         del gym.registry["Lost-v0"]
     assert not list(tmp_path.iterdir())
-
-
-def test_a_module_that_an_environment_imports_is_named(tmp_path, capsys, monkeypatch):
-    (tmp_path / "my_envs.py").write_text(
-        "import gymnasium\ngymnasium.register('FromAModule-v0', 'conftest:Countdown')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    run_tiny(PLAIN["sac"], tmp_path / "runs", env_id="my_envs:FromAModule-v0")
-    assert "note: --env-id imports the module my_envs" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from conftest import TURBO, leaves, load_copy, scalars, wait_for
 from copies import ROOT
 from emulated_cuda import emulated_cuda
 
-from leanrl import dqn_population_torchcompile, ppo_population_torchcompile, sac_population_torchcompile
+from leanrl import sac_population_torchcompile
 
 SEEDS = (1, 5, 9)
 SAC = SimpleNamespace(
@@ -37,68 +37,25 @@ SAC = SimpleNamespace(
     rates=("policy_lr", "q_lr"),
     frozen_at=400,
 )
-DQN = SimpleNamespace(
-    script=dqn_population_torchcompile,
-    single=TURBO["dqn"],
-    flags={"env_id": "CartPole-v1", "learning_starts": 150, "buffer_size": 100, "batch_size": 32}
-    | {"train_frequency": 7, "target_network_frequency": 50},
-    fifty_updates={"train_frequency": 5},
-    obs_dim=4,
-    lists={
-        "learning_rate": (2.5e-4, 1e-3, 1e-4),
-        "gamma": (0.99, 0.95, 0.9),
-        "tau": (1.0, 0.5, 0.1),
-        "start_e": (1.0, 0.5, 0.9),
-        "end_e": (0.05, 0.1, 0.2),
-        "exploration_fraction": (0.5, 0.9, 0.3),
-    },
-    tags=("losses/td_loss", "losses/q_values"),
-    rates=("learning_rate",),
-    frozen_at=200,
-)
-PPO = SimpleNamespace(
-    script=ppo_population_torchcompile,
-    single=TURBO["ppo"],
-    flags={"env_id": "Pendulum-v1", "num_steps": 35, "num_minibatches": 2, "update_epochs": 3},
-    fifty_updates={"num_minibatches": 5},
-    obs_dim=3,
-    lists={
-        "learning_rate": (3e-4, 3e-3, 1e-3),
-        "gamma": (0.99, 0.95, 0.9),
-        "gae_lambda": (0.95, 0.9, 1.0),
-        "clip_coef": (0.2, 0.01, 0.3),
-        "ent_coef": (0.0, 0.01, 0.02),
-        "vf_coef": (0.5, 1.0, 0.2),
-        "max_grad_norm": (0.5, 0.1, 1.0),
-        "target_kl": (None, 3e-4, 5e-5),
-    },
-    tags=("losses/policy_loss", "losses/value_loss", "losses/approx_kl", "losses/explained_variance"),
-    rates=("learning_rate",),
-    frozen_at=140,
-)
-ALL_EPOCHS = SimpleNamespace(**vars(PPO) | {"lists": {k: v for k, v in PPO.lists.items() if k != "target_kl"}})
-BY_NAME = {"sac": SAC, "dqn": DQN, "ppo": PPO}
-KINDS = [pytest.param(kind, id=name) for name, kind in BY_NAME.items()]
-each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def train(kind, script, folder, flags):
+def train(script, folder, flags):
     """The folder of a run, which trains in `folder`."""
     common = {"total_timesteps": 420, "num_envs": 2, "threads": 1, "run_dir": str(folder)}
-    script.train(script.Args(**common | kind.flags | flags))
+    script.train(script.Args(**common | SAC.flags | flags))
     (run,) = folder.iterdir()
     return run
 
 
-def train_population(kind, folder, agents=(0, 1, 2), script=None, **flags):
-    lists = {"seeds": SEEDS} | kind.lists
+def train_population(folder, agents=(0, 1, 2), script=None, **flags):
+    lists = {"seeds": SEEDS} | SAC.lists
     lists = {name: tuple(values[i] for i in agents) for name, values in lists.items()}
-    return train(kind, script or kind.script, folder, lists | flags)
+    return train(script or SAC.script, folder, lists | flags)
 
 
-def train_single(kind, folder, i, **flags):
-    own = {"seed": SEEDS[i]} | {name: values[i] for name, values in kind.lists.items()}
-    return train(kind, kind.single, folder, own | flags)
+def train_single(folder, i, **flags):
+    own = {"seed": SEEDS[i]} | {name: values[i] for name, values in SAC.lists.items()}
+    return train(SAC.single, folder, own | flags)
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +63,10 @@ def single_checkpoint(tmp_path_factory):
     """A function: the checkpoint of the single run of an agent."""
     runs = {}
 
-    def of(kind, i):
-        if (kind.single, i) not in runs:
-            runs[kind.single, i] = checkpoint(train_single(kind, tmp_path_factory.mktemp("single"), i))
-        return runs[kind.single, i]
+    def of(i):
+        if i not in runs:
+            runs[i] = checkpoint(train_single(tmp_path_factory.mktemp("single"), i))
+        return runs[i]
 
     return of
 
@@ -139,100 +96,87 @@ def steps_of_adam(folder):
     return {name: round(math.log(own["decay"].flatten()[0], 0.9)) for name, own in optimizers.items()}
 
 
-def initial_networks(kind, script, flags):
+def initial_networks(script, flags):
     """The learner before its first step, and its networks' parameters by name, of each agent."""
     found = []
 
     def remember(run):
-        numbers = [()] if script is kind.single else [(i,) for i in range(len(run.args.seeds))]
+        numbers = [()] if script is SAC.single else [(i,) for i in range(len(run.args.seeds))]
         for number in numbers:
             networks = dict(leaves(run.learner.tensors(*number)["networks"]))
             found.append({name: value.clone() for name, value in networks.items()})
 
-    script.train(script.Args(**kind.flags | {"num_envs": 2, "threads": 1, "total_timesteps": 2} | flags), remember)
+    script.train(script.Args(**SAC.flags | {"num_envs": 2, "threads": 1, "total_timesteps": 2} | flags), remember)
     return found
 
 
-@each_kind
-def test_agents_begin_with_the_weights_of_single_runs(kind, tmp_path):
-    agents = initial_networks(kind, kind.script, {"seeds": SEEDS, "run_dir": str(tmp_path)})
+def test_agents_begin_with_the_weights_of_single_runs(tmp_path):
+    agents = initial_networks(SAC.script, {"seeds": SEEDS, "run_dir": str(tmp_path)})
     for seed, agent in zip(SEEDS, agents, strict=True):
-        (single,) = initial_networks(kind, kind.single, {"seed": seed, "run_dir": str(tmp_path)})
+        (single,) = initial_networks(SAC.single, {"seed": seed, "run_dir": str(tmp_path)})
         assert agent.keys() == single.keys()
         assert all(torch.equal(agent[name], value) for name, value in single.items())
     assert not any(torch.equal(agents[0][name], agents[1][name]) for name in agents[0] if "0.weight" in name)
 
 
-@each_kind
-def test_agents_are_single_runs_to_the_last_bit(kind, tmp_path):
+def test_agents_are_single_runs_to_the_last_bit(tmp_path):
     """Whole runs of 50 updates and more, with every flag that is a list: checkpoints, logs, summaries and policies."""
-    args = vars(kind.script.Args())
-    assert {name for name, value in args.items() if isinstance(value, tuple)} == {"seeds", *kind.lists}
+    args = vars(SAC.script.Args())
+    assert {name for name, value in args.items() if isinstance(value, tuple)} == {"seeds", *SAC.lists}
     assert not any(isinstance(value, float) for value in args.values())
-    folder = train_population(kind, tmp_path / "all", **kind.fifty_updates)
+    folder = train_population(tmp_path / "all", **SAC.fifty_updates)
     for i in range(3):
-        single, agent = train_single(kind, tmp_path / str(i), i, **kind.fifty_updates), folder / f"agent_{i}"
+        single, agent = train_single(tmp_path / str(i), i, **SAC.fifty_updates), folder / f"agent_{i}"
         assert min(steps_of_adam(agent).values()) >= 50
         assert_same_numbers(checkpoint(agent), checkpoint(single))
-        for tag in ("charts/episodic_return", "charts/episodic_length", *kind.tags):
+        for tag in ("charts/episodic_return", "charts/episodic_length", *SAC.tags):
             assert scalars(agent, tag) == scalars(single, tag)
         assert {"config.json", "checkpoint.pt", "policy.pt2"} <= {path.name for path in agent.iterdir()}
         one, other = (json.loads((path / "summary.json").read_text()) for path in (agent, single))
         assert one.keys() >= other.keys()
         assert one["episodic_return"] == other["episodic_return"] and one["seed"] == SEEDS[i]
-        obs = torch.randn(5, kind.obs_dim)
+        obs = torch.randn(5, SAC.obs_dim)
         one, other = (torch.export.load(path / "policy.pt2").module() for path in (agent, single))
         assert torch.equal(one(obs), other(obs))
 
 
-def test_epochs_end_for_each_agent_by_its_own_divergence(tmp_path):
-    """Else the test above would say little: the agents have made different numbers of steps."""
-    folder = train_population(PPO, tmp_path, **PPO.fifty_updates)
-    steps = [steps_of_adam(folder / f"agent_{i}")["agent"] for i in range(3)]
-    assert steps[0] == 6 * 3 * 5 and steps[0] > steps[1] > steps[2] >= 6 * 5, steps
-
-
 def test_without_autotune_alphas_are_the_agents_own(tmp_path):
-    folder = train_population(SAC, tmp_path / "all", autotune=False)
-    assert_same_numbers(
-        checkpoint(folder / "agent_2"), checkpoint(train_single(SAC, tmp_path / "2", 2, autotune=False))
-    )
+    folder = train_population(tmp_path / "all", autotune=False)
+    assert_same_numbers(checkpoint(folder / "agent_2"), checkpoint(train_single(tmp_path / "2", 2, autotune=False)))
 
 
 @pytest.mark.thorough
-@each_kind
 @pytest.mark.parametrize(("agents", "tolerance"), [((1,), 0.0), ((0, 2), 1e-4)])
-def test_compiled_agents_are_single_runs(kind, agents, tolerance, tmp_path):
+def test_compiled_agents_are_single_runs(agents, tolerance, tmp_path):
     """To the last bit if there is one, else up to rounding."""
-    folder = train_population(kind, tmp_path / "all", agents, compile=True)
+    folder = train_population(tmp_path / "all", agents, compile=True)
     for number, i in enumerate(agents):
         torch._dynamo.reset()  # as in a process of its own
-        single = train_single(kind, tmp_path / str(i), i, compile=True)
+        single = train_single(tmp_path / str(i), i, compile=True)
         assert_same_numbers(checkpoint(folder / f"agent_{number}"), checkpoint(single), tolerance)
 
 
-@each_kind
-def test_populations_and_single_runs_resume(kind, tmp_path):
+def test_populations_and_single_runs_resume(tmp_path):
     """A population continues as its agents do alone, by the single script, which finds what a single run leaves."""
-    folder = train_population(kind, tmp_path / "all")
+    folder = train_population(tmp_path / "all")
     longer = {"total_timesteps": 520}
-    wanted = [train_single(kind, tmp_path / f"{i}", i, resume=str(folder / f"agent_{i}"), **longer) for i in range(3)]
-    alone = train_single(kind, tmp_path / "alone", 1)
+    wanted = [train_single(tmp_path / f"{i}", i, resume=str(folder / f"agent_{i}"), **longer) for i in range(3)]
+    alone = train_single(tmp_path / "alone", 1)
     assert_same_numbers(
-        checkpoint(train_single(kind, tmp_path / "on", 1, resume=str(alone), **longer)), checkpoint(wanted[1])
+        checkpoint(train_single(tmp_path / "on", 1, resume=str(alone), **longer)), checkpoint(wanted[1])
     )
-    saved = kind.script.load_checkpoint(kind.script.Args(resume=str(folder)))
+    saved = SAC.script.load_checkpoint(SAC.script.Args(resume=str(folder)))
     assert saved["args"]["seeds"] == SEEDS
-    again = train_population(kind, tmp_path / "again", resume=str(folder), **longer)
+    again = train_population(tmp_path / "again", resume=str(folder), **longer)
     for i in range(3):
         assert_same_numbers(checkpoint(again / f"agent_{i}"), checkpoint(wanted[i]))
 
 
-def diverged(kind, folder, **flags):
+def diverged(folder, **flags):
     """A population whose second agent has diverged."""
     with pytest.raises(SystemExit, match="1 of 3 agents are frozen: agent_1"):
-        rates = dict.fromkeys(kind.rates, (3e-4, 1e12, 1e-4))
-        train_population(kind, folder, **{"total_timesteps": 500} | rates | flags)
+        rates = dict.fromkeys(SAC.rates, (3e-4, 1e12, 1e-4))
+        train_population(folder, **{"total_timesteps": 500} | rates | flags)
     (run,) = folder.iterdir()
     return run
 
@@ -246,47 +190,44 @@ def garbage(tensor):
     return tensor.fill_(-1e9) if tensor.is_floating_point() else tensor
 
 
-@each_kind
-def test_a_population_with_a_frozen_agent_resumes(kind, tmp_path, capsys):
+def test_a_population_with_a_frozen_agent_resumes(tmp_path, capsys):
     """The frozen one stays so, whatever its memory held before, and the others continue as they do alone."""
-    folder = diverged(kind, tmp_path / "all")
+    folder = diverged(tmp_path / "all")
     population = strict(folder / "population.json")
-    assert population["agents"]["agent_1"]["global_step"] == kind.frozen_at
-    assert population["agents"]["agent_0"]["global_step"] == population["global_step"] > kind.frozen_at
+    assert population["agents"]["agent_1"]["global_step"] == SAC.frozen_at
+    assert population["agents"]["agent_0"]["global_step"] == population["global_step"] > SAC.frozen_at
     empty, torch.empty = torch.empty, lambda *size, **kwargs: garbage(empty(*size, **kwargs))
     try:
-        again = diverged(kind, tmp_path / "again", resume=str(folder), total_timesteps=600)
+        again = diverged(tmp_path / "again", resume=str(folder), total_timesteps=600)
     finally:
         torch.empty = empty
     assert "agent_1 is frozen: step " in capsys.readouterr().err
     assert not (again / "agent_1" / "checkpoint.pt").exists()
     saved = checkpoint(folder / "agent_2")["args"]
     assert saved["run_dir"] == str(tmp_path / "all")
-    flags = {name: saved[name] for name in kind.rates}
-    alone = train_single(kind, tmp_path / "alone", 2, resume=str(folder / "agent_2"), total_timesteps=600, **flags)
+    flags = {name: saved[name] for name in SAC.rates}
+    alone = train_single(tmp_path / "alone", 2, resume=str(folder / "agent_2"), total_timesteps=600, **flags)
     assert_same_numbers(checkpoint(again / "agent_2"), checkpoint(alone))
 
 
 def test_a_kill_while_checkpoints_are_replaced_freezes_nobody(tmp_path, capsys):
-    early = train_population(DQN, tmp_path / "early", total_timesteps=300)
-    late = train_population(DQN, tmp_path / "late")
-    wanted = train_population(DQN, tmp_path / "wanted", resume=str(late), total_timesteps=520)
+    early = train_population(tmp_path / "early", total_timesteps=300)
+    late = train_population(tmp_path / "late")
+    wanted = train_population(tmp_path / "wanted", resume=str(late), total_timesteps=520)
     (late / "agent_1" / "checkpoint.pt").rename(late / "agent_1" / "checkpoint.next")
     (early / "agent_1" / "checkpoint.pt").rename(late / "agent_1" / "checkpoint.pt")
     (late / "agent_2" / "checkpoint.pt").rename(late / "agent_2" / "checkpoint.next")  # its first one
-    again = train_population(DQN, tmp_path / "again", resume=str(late), total_timesteps=520)
+    again = train_population(tmp_path / "again", resume=str(late), total_timesteps=520)
     assert "frozen" not in capsys.readouterr().err
     for i in range(3):
         assert_same_numbers(checkpoint(again / f"agent_{i}"), checkpoint(wanted / f"agent_{i}"))
 
 
-@each_kind
-def test_a_population_leaves_its_summary_and_a_plot(kind, tmp_path):
+def test_a_population_leaves_its_summary_and_a_plot(tmp_path):
     """Of all agents, which have ended 20 episodes and more."""
     pytest.importorskip("matplotlib")
-    flags = {"num_envs": 22, "total_timesteps": 22 * 210}
-    flags |= {"num_steps": 210, "update_epochs": 1} if kind is PPO else {"learning_starts": 10**4}
-    folder = train_population(kind, tmp_path, **flags)
+    flags = {"num_envs": 22, "total_timesteps": 22 * 210, "learning_starts": 10**4}
+    folder = train_population(tmp_path, **flags)
     assert (folder / "returns.png").read_bytes().startswith(b"\x89PNG")
     population = strict(folder / "population.json")
     summaries = {f"agent_{i}": strict(folder / f"agent_{i}" / "summary.json") for i in range(3)}
@@ -338,9 +279,9 @@ def test_a_frozen_agents_episode_that_ends_first_is_no_return_of_the_population(
         step = population.envs.step
         population.envs.step = lambda actions: (*step(actions)[:4], np.arange(6) == 2)
 
-    args = DQN.script.Args(**DQN.flags, seeds=SEEDS, num_envs=2, total_timesteps=8, threads=1, run_dir=str(tmp_path))
+    args = SAC.script.Args(**SAC.flags, seeds=SEEDS, num_envs=2, total_timesteps=8, threads=1, run_dir=str(tmp_path))
     with pytest.raises(SystemExit, match="1 of 3 agents are frozen: agent_1"):
-        DQN.script.train(args, freeze)
+        SAC.script.train(args, freeze)
     (folder,) = tmp_path.iterdir()
     assert strict(folder / "population.json")["episodic_return"] is None
     assert not [warning for warning in recwarn if "empty" in str(warning.message)]
@@ -366,145 +307,85 @@ def test_agents_that_do_not_fit_into_memory_are_refused(flags, message, capsys):
     assert re.fullmatch(f"error: {message}\n", capsys.readouterr().err)
 
 
-@each_kind
-def test_an_agent_that_diverges_is_frozen_and_the_others_continue(kind, tmp_path, capsys, script=None):
+def test_an_agent_that_diverges_is_frozen_and_the_others_continue(tmp_path, capsys, script=None):
     lrs = (3e-4, 1e12, 1e-4)
     with pytest.raises(SystemExit, match="1 of 3 agents are frozen: agent_1"):
-        rates = dict.fromkeys(kind.rates, lrs)
-        train_population(kind, tmp_path / "all", script=script, total_timesteps=500, **rates)
+        rates = dict.fromkeys(SAC.rates, lrs)
+        train_population(tmp_path / "all", script=script, total_timesteps=500, **rates)
     (folder,) = (tmp_path / "all").iterdir()
-    assert f"note: agent_1 is frozen: step {kind.frozen_at}: " in capsys.readouterr().err
-    assert f"step {kind.frozen_at}" in json.loads((folder / "agent_1" / "summary.json").read_text())["failed"]
+    assert f"note: agent_1 is frozen: step {SAC.frozen_at}: " in capsys.readouterr().err
+    assert f"step {SAC.frozen_at}" in json.loads((folder / "agent_1" / "summary.json").read_text())["failed"]
     assert not (folder / "agent_1" / "checkpoint.pt").exists()
     for i in (0, 2):
-        single = train_single(kind, tmp_path / str(i), i, total_timesteps=500, **dict.fromkeys(kind.rates, lrs[i]))
+        single = train_single(tmp_path / str(i), i, total_timesteps=500, **dict.fromkeys(SAC.rates, lrs[i]))
         assert_same_numbers(checkpoint(folder / f"agent_{i}"), checkpoint(single))
 
 
 BUGS = {
-    ("sac", "agents mixed by a reshape"): (
+    "agents mixed by a reshape": (
         "obs.numpy()[:] = act_on.reshape(obs.shape)",
         "obs.numpy()[:] = act_on.reshape(obs.shape[1], obs.shape[0], -1).swapaxes(0, 1)",
     ),
-    ("sac", "one generator for all"): (
+    "one generator for all": (
         "self.generators.append(Generators(device))",
         "self.generators.append(self.generators[0] if self.generators else Generators(device))",
     ),
-    ("sac", "the first agent's learning rate for all"): (
+    "the first agent's learning rate for all": (
         "torch.tensor(lr, dtype",
         "torch.tensor([lr[0]] * len(lr), dtype",
     ),
-    ("sac", "the first agent's discount for all"): (
+    "the first agent's discount for all": (
         "[[agent.gamma] for agent in agents]",
         "[[agents[0].gamma] for _ in agents]",
     ),
-    ("sac", "the first agent's batches for all"): ("self.rows[self.agent, place]", "self.rows[0 * self.agent, place]"),
-    ("dqn", "the first agent's network acts for all"): ("self.acting_values[i](obs)", "self.acting_values[0](obs)"),
-    ("dqn", "the first agent's exploration for all"): (
-        "epsilon(step, self.agents[i])",
-        "epsilon(step, self.agents[0])",
-    ),
-    ("dqn", "one generator of random actions for all"): ("rng = self.rngs[i]", "rng = self.rngs[0]"),
-    ("dqn", "the first agent's learning rate for all"): (
-        "[[agent.learning_rate] for agent in agents]",
-        "[[agents[0].learning_rate] for _ in agents]",
-    ),
-    ("ppo", "agents mixed by a reshape"): (
-        "split_columns(self.rollout.flatten(1, 2), self.step_shapes)",
-        "split_columns(self.rollout.transpose(0, 1).reshape(self.rollout.flatten(1, 2).shape), self.step_shapes)",
-    ),
-    ("ppo", "one generator for all"): (
-        "self.generators.append(Generators(device))",
-        "self.generators.append(self.generators[0] if self.generators else Generators(device))",
-    ),
-    ("ppo", "the first agent's learning rate for all"): (
-        "[[agent.learning_rate] for agent in agents]",
-        "[[agents[0].learning_rate] for _ in agents]",
-    ),
-    ("ppo", "one order of transitions for all"): (
-        "uniform[i].uniform_(generator=self.generators[i].device)",
-        "uniform[i].uniform_(generator=self.generators[i].device).copy_(uniform[0])",
-    ),
-    ("ppo", "all gradients clipped together"): ("self.by_agent(torch.norm, gradient)", "gradient.norm()"),
-    ("ppo", "advantages normalized over all agents"): (
-        "self.by_agent(torch.std, advantages).unsqueeze(-1)",
-        "advantages.std()",
-    ),
-    ("ppo", "statistics of all agents' observations"): (
-        "self.mean += np.add.reduce(errors, 1) / self.count",
-        "self.mean += np.add.reduce(errors, 1).mean(0) / self.count",
-    ),
-    ("ppo", "an agent that has ended goes on"): ("tensor[i].copy_(value)", "pass"),
+    "the first agent's batches for all": ("self.rows[self.agent, place]", "self.rows[0 * self.agent, place]"),
 }
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=": ".join)
+@pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_noticed(bug, tmp_path, single_checkpoint):
-    kind = BY_NAME[bug[0]]
-    folder = train_population(kind, tmp_path / "all", script=planted(kind, *BUGS[bug], tmp_path))
+    folder = train_population(tmp_path / "all", script=planted(*BUGS[bug], tmp_path))
     with pytest.raises(AssertionError):
         for i in range(3):
-            assert_same_numbers(checkpoint(folder / f"agent_{i}"), single_checkpoint(kind, i), 1e-4)
+            assert_same_numbers(checkpoint(folder / f"agent_{i}"), single_checkpoint(i), 1e-4)
 
 
 @pytest.mark.parametrize(
-    ("kind", "right", "wrong"),
+    ("right", "wrong"),
     [
         (
-            SAC,
             "torch.autograd.grad(qf_loss.sum(), weights)",
             "torch.autograd.grad(qf_loss.sum() + 0 * qf_loss.prod(), weights)",
         ),
         (
-            SAC,
             "return np.where(np.isnan(actions), (self.low + self.high) / 2, actions)",
             "return np.full_like(actions, actions.mean())",
         ),
-        (
-            DQN,
-            "torch.autograd.grad(td_loss.sum(), weights)",
-            "torch.autograd.grad(td_loss.sum() + 0 * td_loss.prod(), weights)",
-        ),
-        (
-            PPO,
-            "torch.autograd.grad(loss.sum(), weights)",
-            "torch.autograd.grad(loss.sum() + 0 * loss.prod(), weights)",
-        ),
-        (PPO, "gradient * scale.unsqueeze(-1)", "gradient * scale.unsqueeze(-1) + 0 * gradient.sum()"),
     ],
-    ids=["sac-loss", "sac-actions", "dqn-loss", "ppo-loss", "ppo-gradient"],
+    ids=["loss", "actions"],
 )
-def test_a_nan_that_spreads_is_noticed(kind, right, wrong, tmp_path, capsys):
-    script = planted(kind, right, wrong, tmp_path)
+def test_a_nan_that_spreads_is_noticed(right, wrong, tmp_path, capsys):
+    script = planted(right, wrong, tmp_path)
     with pytest.raises(AssertionError):
-        test_an_agent_that_diverges_is_frozen_and_the_others_continue(kind, tmp_path, capsys, script)
+        test_an_agent_that_diverges_is_frozen_and_the_others_continue(tmp_path, capsys, script)
 
 
-def planted(kind, right, wrong, folder):
+def planted(right, wrong, folder):
     """The script with a bug."""
-    source = Path(kind.script.__file__).read_text()
+    source = Path(SAC.script.__file__).read_text()
     assert source.count(right) == 1
     return load_copy("planted", source.replace(right, wrong), folder)
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
-def test_environments_see_no_nan(kind, tmp_path):
+def test_environments_see_no_nan(tmp_path):
     """The action of a diverged policy is the middle of the action space."""
-    script = kind.script
-    args = script.Args(**kind.flags, num_envs=2, seeds=(1, 2))
+    script = SAC.script
+    args = script.Args(**SAC.flags, num_envs=2, seeds=(1, 2))
     envs = script.make_envs(script.replace(args, num_envs=4), tmp_path)
-    (learner,) = (value for name, value in vars(script).items() if name in ("SACPopulation", "PPOPopulation"))
-    learner = learner(args, script.agents_of(args), envs, torch.device("cpu"))
-    if kind is SAC:
-        learner.host_actions[1] = float("nan")
-        learner.host_actions[0] = 1.5
-        actions = learner.next_actions()
-    else:
-        learner.networks.weights[1] = float("nan")
-        learner.networks.weights[0] = 0
-        learner.networks.networks[0].actor[-1].bias.fill_(100)  # far outside
-        actions = learner.act(0, np.zeros((2, 2, 3), np.float32)) * 1.5 / 2
-    assert np.array_equal(actions, [[1.5], [1.5], [0], [0]])
+    learner = script.SACPopulation(args, script.agents_of(args), envs, torch.device("cpu"))
+    learner.host_actions[1] = float("nan")
+    learner.host_actions[0] = 1.5
+    assert np.array_equal(learner.next_actions(), [[1.5], [1.5], [0], [0]])
 
 
 @pytest.mark.parametrize(
@@ -519,44 +400,32 @@ def test_environments_see_no_nan(kind, tmp_path):
 )
 def test_bad_lists_are_refused(flags, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
-        train_population(SAC, tmp_path, **flags)
+        train_population(tmp_path, **flags)
     assert end.value.code == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("kind", "cudagraphs"),
-    [
-        pytest.param(SAC, False, id="sac-eager"),
-        pytest.param(SAC, True, id="sac-cudagraphs"),
-        pytest.param(DQN, False, id="dqn-eager"),
-        pytest.param(DQN, True, id="dqn-cudagraphs"),
-        pytest.param(PPO, False, id="ppo-eager", marks=pytest.mark.thorough),
-        pytest.param(PPO, True, id="ppo-cudagraphs"),
-        pytest.param(ALL_EPOCHS, True, id="ppo-cudagraphs-all-epochs"),
-    ],
-)
-def test_a_gpu_may_take_its_time(kind, cudagraphs, tmp_path):
+@pytest.mark.parametrize("cudagraphs", [False, True], ids=["eager", "cudagraphs"])
+def test_a_gpu_may_take_its_time(cudagraphs, tmp_path):
     """On the emulated CUDA device: the same bits whether it runs at once or late, and those of single runs."""
     short = {"total_timesteps": 384, "cudagraphs": cudagraphs}
     folders = {}
     for late in (False, True):
         with emulated_cuda(late=late):
-            folders[late] = train_population(kind, tmp_path / f"{late}", **short)
-            single = train_single(kind, tmp_path / f"single {late}", 1, **short)
+            folders[late] = train_population(tmp_path / f"{late}", **short)
+            single = train_single(tmp_path / f"single {late}", 1, **short)
         tolerance = 1e-4 if cudagraphs else 0.0  # with graphs all agents' matmuls are batched
         assert_same_numbers(checkpoint(folders[late] / "agent_1"), checkpoint(single), tolerance)
     for i in range(3):
         assert_same_numbers(*(checkpoint(folders[late] / f"agent_{i}") for late in (False, True)))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, pytest.param(ALL_EPOCHS, id="ppo-all-epochs")])
-def test_one_agent_with_cuda_graphs_is_the_single_run_to_the_last_bit(kind, tmp_path):
+def test_one_agent_with_cuda_graphs_is_the_single_run_to_the_last_bit(tmp_path):
     """Where several agents' matmuls are batched, and round differently, one agent's are not. On the emulated device."""
     with emulated_cuda():
-        folder = train_population(kind, tmp_path / "all", (1,), cudagraphs=True)
-        single = train_single(kind, tmp_path / "single", 1, cudagraphs=True)
+        folder = train_population(tmp_path / "all", (1,), cudagraphs=True)
+        single = train_single(tmp_path / "single", 1, cudagraphs=True)
     assert json.loads((folder / "population.json").read_text())["cudagraphs"]
     assert_same_numbers(checkpoint(folder / "agent_0"), checkpoint(single))
 
@@ -564,10 +433,11 @@ def test_one_agent_with_cuda_graphs_is_the_single_run_to_the_last_bit(kind, tmp_
 @pytest.mark.thorough
 def test_an_interrupted_population_leaves_agents_that_can_be_tracked_played_and_resumed(tmp_path):
     """As a process: Ctrl-C, a run on Weights & Biases for all, and an evaluation of one."""
-    script = ROOT / "leanrl" / "dqn_population_torchcompile.py"
+    script = ROOT / "leanrl" / "sac_population_torchcompile.py"
     words = [sys.executable, script, "--seeds", "1", "2", "--threads", "1", f"--run-dir={tmp_path}"]
+    small = ["--env-id=Pendulum-v1", "--learning-starts=200", "--buffer-size=1000"]
     settings = {"env": os.environ | {"WANDB_MODE": "offline"}, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    process = subprocess.Popen([*words, "--track", "--learning-starts=200", "--checkpoint-interval=300"], **settings)
+    process = subprocess.Popen([*words, *small, "--track", "--checkpoint-interval=300"], **settings)
     wait_for(lambda: len(list(tmp_path.glob("*/agent_*/checkpoint.pt"))) == 2)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
@@ -584,7 +454,7 @@ def test_an_interrupted_population_leaves_agents_that_can_be_tracked_played_and_
     (step,) = steps
     for resumed in (
         [*words, f"--resume={folder}"],
-        [*words[:1], ROOT / "leanrl" / "dqn_torchcompile.py", f"--resume={agents[1]}"],
+        [*words[:1], ROOT / "leanrl" / "sac_continuous_action_torchcompile.py", f"--resume={agents[1]}"],
     ):
         done = subprocess.run([*resumed, f"--total-timesteps={step + 50}"], **settings)
         assert done.returncode == 0, done.stderr

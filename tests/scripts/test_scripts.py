@@ -65,14 +65,12 @@ def test_a_script_needs_nothing_else_of_this_repository(script):
 
 @each_script
 def test_the_algorithm_comes_first(script):
-    """Flags, networks, learner, loop and policy; then under banners what they stand on, and the run."""
+    """Flags, networks, learner; what it stands on; loop and environments; then, under a banner, the run."""
     source = script.read_text()
     population = "Population" if "population" in script.stem else ""
     learner = script.stem.split("_")[0].upper() + population
-    second = "# What makes it fast: " if script.stem.endswith("_torchcompile") else "# What the algorithm stands on: "
-    policy = ["class Policy("] if "td3" not in script.stem else []  # TD3 exports its actor
     run = f"class {population or 'Run'}:"
-    marks = ["class Args:", f"class {learner}:", "def train(", *policy, second, "# The run: ", run]
+    marks = ["class Args:", f"class {learner}:", "def train(", "def make_", "# The run: ", run]
     places = [source.index(f"\n{mark}") for mark in marks]
     assert places == sorted(places)
     assert re.search(r"# (critic|clipped policy|TD) loss", source[: places[2]]), "the loss has no landmark"
@@ -80,21 +78,20 @@ def test_the_algorithm_comes_first(script):
 
 @each_script
 def test_flags(script):
-    """The contract's flags, each documented, each used; the sets of limits name flags."""
+    """The contract's flags, each documented on its line, each used; the sets of limits name flags."""
     source = script.read_text()
     tree = ast.parse(source)
     (args,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
-    flags, docs = args.body[::2], args.body[1::2]
-    assert len(flags) == len(docs)
-    assert all(isinstance(doc.value, ast.Constant) and doc.value.value for doc in docs)
-    names = {flag.target.id for flag in flags}
+    lines = source.splitlines()
+    assert all("  # " in lines[flag.end_lineno - 1] for flag in args.body)
+    names = {flag.target.id for flag in args.body}
     turbo = script.stem.endswith("_torchcompile")
     seed = {"seeds" if "population" in script.stem else "seed"}
     assert names >= CONTRACT | seed | (TURBO_ONLY if turbo else set())
     assert turbo or not names & TURBO_ONLY
     for name in names:
         assert re.search(rf"(args|agent)\.{name}\b", source), f"--{name} has no effect"
-    limits = {"AT_LEAST_1", "AT_MOST_1", "POSITIVE", "FIXED"}
+    limits = {"AT_LEAST_1", "AT_MOST_1", "FIXED"}
     for node in tree.body:
         if isinstance(node, (ast.Assign, ast.AugAssign)):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target

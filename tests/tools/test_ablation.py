@@ -1,6 +1,5 @@
 """Tricks, scaling and tips: what is compared does the same, and tables are what their data gives."""
 
-import importlib
 import json
 import re
 import sys
@@ -9,17 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmark.report.tables import spread
-from benchmark.scripts import load
-from benchmark.studies import ablation, scaling, tricks
-from benchmark.studies.tips import before_after
+from benchmark.studies import ablation, scaling, tips, tricks
+from common.scripts import load
+from common.tables import spread
 
 EAGER = [(algo, trick) for algo in tricks.TRICKS for trick in ablation.tricks_of(algo, "eager")]
 COMPILED_ALONE = [(a, trick) for a in tricks.TRICKS for trick in tricks.TRICKS[a] if "eager" not in trick.modes]
 MACHINE = {"cpu": "processor", "cores": 2, "memory_gib": 8, "gpu": None, "packages": {"torch": "2"}}
 WRONG = [  # edits that are no tricks
-    ("sac_continuous_action", "next_actions).amin(0)", "next_actions).amax(0)"),
-    ("td3_continuous_action", "self.target_actor.weights.lerp_(", "self.target_actor.weights.lerp("),
+    ("sac_continuous_action", "next_obs, next_actions).amin(0)", "next_obs, next_actions).amax(0)"),
+    ("td3_continuous_action", "torch._foreach_lerp_(targets, weights", "torch._foreach_lerp(targets, weights"),
     ("ppo_continuous_action", "gamma * gae_lambda * (1 - ended)", "gamma * gae_lambda * (1 - terminated)"),
     ("dqn", "self.args.gamma * next_q", "0.98 * next_q"),
 ]
@@ -82,10 +80,13 @@ class Args:
     run_dir: str
 
 def train(args, on_start):
-    run = SimpleNamespace(steady=(0, 0.0), step=0, log=lambda losses: None, folder=Path(args.run_dir) / "run")
+    run = SimpleNamespace(args=args, step=0, log=lambda losses: None, folder=Path(args.run_dir) / "run")
+    run.advance, run.learner = lambda: None, SimpleNamespace(updates=0)
     on_start(run)
     for run.step in range(0, args.total_timesteps, 10):
         time.sleep({seconds})
+        run.learner.updates += 3
+        run.advance()
         run.log({{}})
     run.folder.mkdir()
     (run.folder / "summary.json").write_text(json.dumps({{"wall_seconds": 0}}))
@@ -109,7 +110,7 @@ def test_measuring(tmp_path, monkeypatch):
     speeds = json.loads(path.read_text())["modes"]["eager"]["steps_per_second"]
     ratios = [with_it / without for with_it, without in zip(speeds["untouched"], speeds["numpy_acting"], strict=True)]
     assert len(ratios) == 2 and min(ratios) > 1.3
-    assert f"| `on_host` | {spread(ratios, '{:.2f}')} |" in ablation.text("dqn", tmp_path / "results")
+    assert f"| `in_numpy` | {spread(ratios, '{:.2f}')} |" in ablation.text("dqn", tmp_path / "results")
 
 
 def write(path, data):
@@ -125,7 +126,7 @@ def test_table_of_tricks(tmp_path):
     assert any("2.00 (1.10 to 3.00)" in line for line in lines)
     assert "Env-v0, 2-core processor, 8 GiB, torch 2:" in lines
     assert any(line.endswith("| `DirectEnvs.step` | not measured | not measured |") for line in lines)
-    assert any(line.endswith("| `compiled` |  | not measured |") for line in lines)
+    assert any(line.endswith("| `needed_guards` | | not measured |") for line in lines)
 
 
 def test_table_and_plot_of_scaling(tmp_path):
@@ -154,16 +155,23 @@ def test_table_and_plot_of_scaling(tmp_path):
 def test_table_of_tips(tmp_path):
     data = {"seconds": {"before": [3.0, 2.0, 4.0], "after": [1.0, 1.0, 1.0]}}
     write(tmp_path / "results" / "a-machine" / "tips" / "in_place.json", data)
-    table = before_after.table(tmp_path / "results")
+    table = tips.table(tmp_path / "results")
     assert "3.00 (2.00 to 4.00)" in table
-    assert table.count("not measured") == len(before_after.TIPS) - 1
+    assert table.count("not measured") == len(tips.TIPS) - 1
 
 
-@pytest.mark.parametrize("name", [name for name in before_after.TIPS if name != "keep_freed_memory"])
+@pytest.mark.parametrize("name", tips.TIPS)
 def test_both_ways_of_a_tip_do_the_same(name):
-    """Where `keep_freed_memory` differs is the process."""
-    module = importlib.import_module(f"benchmark.studies.tips.{name}")
-    torch.testing.assert_close(module.before(), module.after(), rtol=1e-4, atol=1e-6)
+    before, after = tips.TIPS[name]()
+    torch.testing.assert_close(before(), after(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_tip_is_timed_and_stored(tmp_path, capsys):
+    tips.main(tips.Args(tips=("in_place", "no_item"), rounds=2, seconds=0.01, results=tmp_path))
+    (path,) = tmp_path.glob("*/tips/*.json")
+    data = json.loads(path.read_text())
+    assert path.stem == "in_place" and len(data["seconds"]["before"]) == len(data["seconds"]["after"]) == 2
+    assert list(data["editions"]) == ["tips"] and "no_item: not measured" in capsys.readouterr().out
 
 
 def test_scaling_repeats_why_a_run_has_ended(capsys):
@@ -172,7 +180,7 @@ def test_scaling_repeats_why_a_run_has_ended(capsys):
         raise SystemExit(2)
 
     with pytest.raises(SystemExit) as stop:
-        scaling.train(SimpleNamespace(Args=SimpleNamespace, train=train), {}, on_start=None)
+        scaling.train_until_enough(SimpleNamespace(Args=SimpleNamespace, train=train), {}, on_start=None)
     assert stop.value.code == 2 and capsys.readouterr().err == "error: --compile True: install g++\n"
 
 

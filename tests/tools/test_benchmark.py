@@ -16,34 +16,11 @@ import torch
 import tyro
 from conftest import wait_for
 
-from benchmark import ROOT
 from benchmark.algorithms import ALGORITHMS
-from benchmark.scripts import load
-from benchmark.speed import compare, matrix, monitor, rounds
+from benchmark.speed import matrix, monitor, rounds
 from benchmark.studies import compile_modes, instrument_overhead, scaling
-
-
-def write(folder, sps, episodic_return=1.0, matmuls="highest"):
-    folder.mkdir(parents=True)
-    report = {"steady_sps": sps, "warmup_seconds": 10 * sps, "episodic_return": episodic_return, "device": "cpu"}
-    report |= {"env_id": "Env-v0", "num_envs": 1, "matmul_precision": matmuls, "versions": {"torch": "2"}}
-    (folder / "summary.json").write_text(json.dumps(report))
-
-
-def test_table_of_medians_ranges_and_ratios_within_a_round(tmp_path, capsys):
-    for seed, plain, eager in [(1, 100, 150), (2, 50, 100), (3, 80, 200)]:
-        write(tmp_path / "plain" / str(seed) / "run", plain)
-        write(tmp_path / "eager" / str(seed) / "run", eager, None, matmuls="highest" if seed < 3 else "high")
-    with pytest.raises(SystemExit) as ended:
-        compare.main(compare.Args(report_only=True, run_dir=tmp_path))
-    lines = capsys.readouterr().out.splitlines()
-    assert ended.value.code == 0 and lines[0].startswith("sac_continuous_action on Env-v0, 1 environment(s), CPU")
-    rows = [
-        "| plain | highest | 80.0 (50.0 to 100.0) | 1.00 (1.00 to 1.00) | 800.0 (500.0 to 1000.0) | 1 (1 to 1) |",
-        "| eager | high, highest | 150.0 (100.0 to 200.0) | 2.00 (1.50 to 2.50) | 1500.0 (1000.0 to 2000.0) | none |",
-        "| compile | | not measured | | | |",
-    ]
-    assert set(rows) <= set(lines)
+from common import ROOT
+from common.scripts import load
 
 
 def program(path, body):
@@ -139,12 +116,15 @@ def test_a_round_is_interleaved(tmp_path):
 
 @pytest.mark.thorough
 def test_a_real_round(tmp_path):
-    flags = ["--modes", "plain", "eager", "--seeds", "1", "--env-id", "Pendulum-v1", "--total-timesteps", "5300"]
-    command = [sys.executable, "-m", "benchmark.speed.compare", *flags, "--run-dir", str(tmp_path)]
+    flags = ["--algos", "sac_continuous_action", "--modes", "plain", "eager", "--env-ids", "Pendulum-v1"]
+    flags += ["--seeds", "1", "--total-timesteps", "5300"]
+    folders = ["--out", str(tmp_path / "results"), "--run-dir", str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "benchmark.speed", *flags, *folders]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith(("| plain", "| eager"))]
-    assert len(rows) == 2 and not any("none" in row or "not measured" in row for row in rows)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert rows[2].startswith("| SAC, Pendulum-v1 | plain |") and rows[3].startswith("| | eager |")
+    assert not any("too short" in row or "not measured" in row for row in rows[2:4])
 
 
 def refused(capsys, main, args):
@@ -156,20 +136,13 @@ def refused(capsys, main, args):
     return line
 
 
-def test_bad_input(tmp_path, capsys):
-    write(tmp_path / "plain" / "1" / "run", 1)
-    line = refused(capsys, compare.main, compare.Args(run_dir=tmp_path))
-    assert line.startswith(f"error: --run-dir {tmp_path}: it holds runs")
-    line = refused(capsys, compare.main, compare.Args(modes=("fast",)))
+def test_bad_input(capsys):
+    line = refused(capsys, matrix.main, matrix.Args(modes=("fast",)))
     assert line.startswith("error: --modes fast: choose from plain, eager")
-    line = refused(capsys, compare.main, compare.Args(algo="sac_atari", modes=("sb3",)))  # which has no SAC-discrete
-    assert line.startswith("error: --modes sb3: choose from plain, eager")
-    line = refused(capsys, compare.main, compare.Args(modes=("cudagraphs",)))
-    assert line.startswith("error: --modes cudagraphs: none of them can run here")
     line = refused(capsys, scaling.main, scaling.Args(cudagraphs=True))
     assert line.startswith("error: --cudagraphs True: there is no CUDA device")
-    line = refused(capsys, compare.main, compare.Args(algo="a2c"))
-    assert line.startswith("error: --algo a2c: choose from sac_continuous_action")
+    line = refused(capsys, matrix.main, matrix.Args(algos=("a2c",)))
+    assert line.startswith("error: --algos a2c: choose from sac_continuous_action")
     line = refused(capsys, matrix.main, matrix.Args(algos=("ppo_continuous_action",), modes=("sb3",), learn=True))
     assert line.startswith("error: --modes sb3: choose from plain, eager")
 

@@ -26,8 +26,7 @@ def train(name, folder, instruments, **flags):
     healthy = ROOT / "leanrl" / "ppo_continuous_action_torchcompile.py"
     source = plant.planted(name) if name else healthy.read_text()
     script = load_copy(f"script_{name}", source, folder)
-    command.attach(script, instruments)
-    script.train(script.Args(run_dir=str(folder / "runs"), **flags))
+    command.train(script, script.Args(run_dir=str(folder / "runs"), **flags), instruments)
     (run,) = (folder / "runs").iterdir()
     return run
 

@@ -14,6 +14,7 @@ import torch
 from conftest import PLAIN, TURBO, load_copy
 from torch import nn
 
+import common.scripts
 from instruments import __main__ as command
 from instruments import playing
 from leanrl import ppo_lstm, ppo_lstm_torchcompile
@@ -324,7 +325,7 @@ def test_a_run_with_memory(script, tmp_path, capsys):
     """policy.pt2 gets the returns of the learner's policy, which takes no state for one of 0."""
     learners = []
     flags = {"total_timesteps": 64, "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "cuda": False}
-    script.train(script.Args(run_dir=str(tmp_path), **flags), on_start=lambda run: learners.append(run.learner))
+    common.scripts.train(script, script.Args(run_dir=str(tmp_path), **flags), lambda run: learners.append(run.learner))
     env = gym.make("CartPole-v1")
     act = playing.acting(learners[0].policy(), env.action_space)
     returns = [episode.total for episode in islice(playing.play(env, act, seed=5), 10)]
@@ -343,7 +344,7 @@ def test_an_edited_copy_of_a_script(scripts, tmp_path, capsys):
     script = load_copy("short", source.replace("@dataclass\nclass Args", f"{register}@dataclass\nclass Args"), tmp_path)
     learners = []
     flags = {"env_id": "Short-v0", "total_timesteps": 60, "learning_starts": 20, "batch_size": 8, "buffer_size": 100}
-    script.train(script.Args(run_dir=str(tmp_path), **flags), on_start=lambda run: learners.append(run.learner))
+    common.scripts.train(script, script.Args(run_dir=str(tmp_path), **flags), lambda run: learners.append(run.learner))
     env = gym.make("Short-v0")
     act = playing.acting(learners[0].policy(), env.action_space)
     returns = [episode.total for episode in islice(playing.play(env, act, seed=5), 3)]

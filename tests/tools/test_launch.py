@@ -317,6 +317,13 @@ def test_what_the_cluster_has_not_is_refused(script, words, said):
     assert [path.name for path in (script.parent / "runs" / "walk").iterdir()] == ["lock"]
 
 
+def test_a_population_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run.main([str(ROOT / "leanrl" / "sac_population_torchcompile.py"), "--out", str(tmp_path)])
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and len(err.splitlines()) == 1 and "this script trains a population" in err
+
+
 def test_a_script_that_is_none_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         run.main([str(tmp_path / "no.py")])
@@ -581,9 +588,9 @@ def test_a_trial_at_a_rung_is_what_an_uninterrupted_run_was_there(name, tmp_path
 KEEP_CHECKPOINTS = """
 import shutil, sys
 from pathlib import Path
-from instruments.instrument import load
+from common import scripts
 path, folder = map(Path, sys.argv[1:3])
-script = load(path)
+script = scripts.load(path)
 sys.argv = [str(path), *sys.argv[3:], f"--run-dir={folder / 'through'}"]
 
 def keep(run):
@@ -593,7 +600,7 @@ def keep(run):
         shutil.copy(run.folder / "checkpoint.pt", folder / f"{run.step}.pt")
     run.save = save_and_copy
 
-script.train(script.parse_args(), on_start=keep)
+scripts.train(script, script.parse_args(), keep)
 """
 
 
@@ -603,62 +610,6 @@ def assert_equal(one, other):
     assert [path for path, _ in ours] == [path for path, _ in theirs]
     for (path, left), (_, right) in zip(ours, theirs, strict=True):
         assert torch.equal(left, right) if torch.is_tensor(left) else left == right, keystr(path)
-
-
-@pytest.mark.thorough
-def test_a_speed_round_has_a_machine_to_itself(tmp_path, cluster):
-    """Two machines of two cores: six rounds, each with both modes on one machine that runs nothing else meanwhile."""
-    for _ in range(2):
-        cluster.add_node(num_cpus=2)
-    (tmp_path / "mode.py").write_text(MODE)
-    code = f"""
-from pathlib import Path
-from benchmark.speed import matrix, rounds
-rounds.MODES = {{mode: [{str(tmp_path / "mode.py")!r}, mode] for mode in ("plain", "eager")}}
-args = matrix.Args(algos=("dqn",), modes=("plain", "eager"), seeds=(1, 2, 3, 4, 5, 6), address={cluster.address!r})
-args.out, args.run_dir = Path({str(tmp_path / "results")!r}), Path({str(tmp_path / "runs")!r})
-matrix.main(args)
-"""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(path.read_text()) for path in tmp_path.glob("results/*/speed/dqn/*/*/*.json")]
-    assert len(results) == 12 and all(result["machine"]["cores"] for result in results)
-    assert {result["plain"]["steady_sps"] for result in results} == {100}
-    spans = [(int(seed), float(begin), float(end)) for seed, begin, end in map(str.split, noted(tmp_path))]
-    assert max(overlapping(spans)) == 2
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert again.returncode == 0 and len(noted(tmp_path)) == 12
-
-
-def noted(folder):
-    return (folder / "noted.txt").read_text().splitlines()
-
-
-def overlapping(spans):
-    """How many seeds' rounds ran at each of many moments."""
-    begin, end = min(first for _, first, _ in spans), max(last for _, _, last in spans)
-    for i in range(1000):
-        moment = begin + (end - begin) * i / 1000
-        yield len({seed for seed, first, last in spans if first <= moment <= last})
-
-
-MODE = """
-import json, sys, time
-from pathlib import Path
-mode = sys.argv[1]
-flags = dict(word[2:].split("=") for word in sys.argv[2:] if "=" in word)
-begin = time.time()
-time.sleep(1)
-print("over", flush=True)
-sys.stdin.readline()
-folder = Path(flags["run-dir"]) / "run"
-folder.mkdir(parents=True)
-speed = {"plain": 100, "eager": 150}[mode]
-(folder / "summary.json").write_text(json.dumps({"steady_sps": speed, "warmup_seconds": 1, "matmul_precision": "high"}))
-with open(Path(__file__).with_name("noted.txt"), "a") as file:
-    file.write(f"{flags['seed']} {begin} {time.time()}\\n")
-"""
 
 
 RECIPE = ROOT / "doc" / "examples" / "slurm" / "launch.sbatch"

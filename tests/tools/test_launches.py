@@ -45,9 +45,8 @@ def test_graphs_hold_all_operators_and_change_no_copy_and_no_wait(algo):
             assert counts.get(name) == eager[part].get(name), (part, name)
 
 
-@pytest.mark.parametrize(
-    "algo", [pytest.param(algo, marks=[pytest.mark.thorough] * (algo != "dqn")) for algo in launches.POPULATIONS]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("algo", launches.POPULATIONS)
 def test_counts_of_populations_are_those_in_the_file(algo):
     if not torch.__version__.startswith(DATA["torch"]):
         pytest.skip(f"counted with torch {DATA['torch']}")

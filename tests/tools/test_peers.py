@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from benchmark import ROOT
 from benchmark.algorithms import ALGORITHMS
 from benchmark.speed import rounds
+from common import ROOT, scripts
 
 PROGRAM = (sys.executable, "-m", "benchmark.speed.peers")
 DIFFERENT = {  # the settings that cannot be made equal
@@ -89,8 +89,8 @@ def test_optimisers_make_as_many_steps_as_ours(peers, algo, tmp_path):
     script = importlib.import_module(f"leanrl.{algo}")
     args = script.Args(env_id=env_id, run_dir=str(tmp_path), **length)
     learners = []
-    script.train(args, on_start=lambda run: learners.append(run.learner))
-    ours = steps(learners[0].optimizers)
+    scripts.train(script, args, lambda run: learners.append(run.learner))
+    ours = steps(scripts.optimizers_of(learners[0]))
 
     models = {}
     for peer in peers.PEER_MODULES:
@@ -144,12 +144,13 @@ def test_a_run_has_time_slices_and_writes_a_summary(peers, algo, peer, tmp_path)
 
 
 def test_a_round_with_peers(peers, tmp_path):
-    flags = ["--algo", "dqn", "--modes", "plain", "sb3", "sbx", "--seeds", "1", "--total-timesteps", "1000"]
-    command = [sys.executable, "-m", "benchmark.speed.compare", *flags, "--run-dir", str(tmp_path)]
-    done = subprocess.run([*command, "--flags=--learning-starts 100"], cwd=ROOT, capture_output=True, text=True)
+    flags = ["--algos", "dqn", "--modes", "plain", "sb3", "sbx", "--seeds", "1", "--total-timesteps", "1000"]
+    folders = ["--out", str(tmp_path / "results"), "--run-dir", str(tmp_path / "runs")]
+    command = [sys.executable, "-m", "benchmark.speed", *flags, *folders, "--flags=--learning-starts 100"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith(("| plain", "| sb3", "| sbx"))]
-    assert len(rows) == 3 and not any("none (" in row or "not measured" in row for row in rows)
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("results/*/speed/dqn/CartPole-v1/*/1.json")]
+    assert len(results) == 3 and all(result["summary"]["steady_sps"] for result in results)
 
 
 @pytest.mark.parametrize(

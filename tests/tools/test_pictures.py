@@ -1,76 +1,14 @@
-"""The pictures in the documentation: learning curves, the random policy beside them, what the network gets as input."""
+"""The pictures in the documentation: learning curves, and the random policy beside them."""
 
 import itertools
 
-import conftest
 import gymnasium as gym
-import matplotlib.image
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from test_ppo_atari import SHAPE, ScriptedPool
+from matplotlib.figure import Figure
 
-from benchmark import ROOT
-from benchmark.report import contact_sheet, curves
-
-SCRIPT = conftest.PLAIN["ppo_atari"]
-
-
-class BrightPool(ScriptedPool):
-    """A game with a point in step 2, whose frame of step t has brightness 100 + 2t.
-
-    But for the upper right quarter, 10 - t, and the lower right one, which only moves in step 6.
-    """
-
-    step_now = -1
-
-    def observe(self):
-        self.step_now += 1
-        frames = np.arange(self.step_now - 3, self.step_now + 1)[:, None, None]
-        obs = np.ones((1, *SHAPE), np.uint8) * (100 + 2 * frames).astype(np.uint8)
-        obs[..., :42, 42:] = 10 - frames
-        if self.step_now != 6:
-            obs[..., 42:, 42:] = 200
-        return obs
-
-    def recv(self):
-        obs, rewards, terminated, truncated, infos = super().recv()
-        infos["reward"][0] = self.step_now == 2
-        return obs, rewards, terminated, truncated, infos
-
-
-@pytest.fixture
-def bright_pool(monkeypatch):
-    monkeypatch.setattr(SCRIPT, "make_pool", lambda *args, **settings: BrightPool(["...l..g"]))
-
-
-def test_contact_sheet_has_the_last_step_of_each_kind(bright_pool):
-    """And of ordinary ones the one with most motion: 6 and not 7."""
-    labels, observations = zip(*contact_sheet.play(SCRIPT.AtariEnvs(SCRIPT.Args(num_envs=1), 0)), strict=True)
-    kinds = {2: "point", 4: "life lost", 5: "reset: next life", 6: "play", 8: "end of the game", 9: "reset: next game"}
-    assert labels == tuple(f"step {t}\n{kind}\nreward {int(t == 2)}" for t, kind in kinds.items())
-    assert [int(obs[3, 0, 0]) for obs in observations] == [100 + 2 * t for t in kinds]
-
-
-def colours(path, rows):
-    """Those in the middle of each quarter of each tile in a picture: (rows, 5, 2, 2, 3), from 0 to 255."""
-    picture = np.rint(matplotlib.image.imread(path)[..., :3] * 255).astype(int)
-    corners = contact_sheet.GAP + (84 + 2 * contact_sheet.GAP) * np.arange(max(rows, 5))
-    points = contact_sheet.SCALE * (corners[:, None] + [21, 63])
-    y, x = contact_sheet.TOP + points[:rows], contact_sheet.LEFT + points[:5]
-    return picture[y[:, None, :, None], x[None, :, None, :]]
-
-
-def test_contact_sheet_shows_frames_from_the_oldest_to_the_newest(bright_pool, tmp_path):
-    contact_sheet.main(contact_sheet.Args(tmp_path / "sheet.png"))
-    steps = np.array([2, 4, 5, 6, 8, 9])
-    found = colours(tmp_path / "sheet.png", len(steps))
-    frames = (steps[:, None] + np.arange(-3, 1))[..., None]
-    assert (found[:, :4, 0, 1] == 10 - frames).all()
-    assert (found[:, :4, 0, 0] == 100 + 2 * frames).all() and (found[:, :4, 1, 0] == 100 + 2 * frames).all()
-    assert (found[:, 4, 0, 1] == [252, 252, 255]).all()  # darker by 3
-    assert (found[:, 4, 0, 0] == [255, 249, 249]).all()  # brighter by 6
-    assert (found[[0, 1, 2, 4, 5], 4, 1, 1] == 255).all()
+from benchmark.report import curves
+from common import ROOT
 
 
 class Paying(gym.Env):
@@ -137,38 +75,43 @@ def write_rows(path, runs):
     path.write_text("\n".join(rows))
 
 
-def drawn(tmp_path, window, runs):
-    """What `draw` draws of `runs`: points of each seed's line, (rows, 2), and the lines in the legend by label."""
+def drawn(tmp_path, monkeypatch, window, runs):
+    """The lines that `draw` draws of `runs`, by label."""
+    figures = []
+
+    class Drawn(Figure):
+        def savefig(self, path, **settings):
+            figures.append(self)
+            super().savefig(path, **settings)
+
+    monkeypatch.setattr(curves, "Figure", Drawn)
     write_rows(tmp_path / "curves.csv", runs)
     curves.draw(tmp_path / "curves.csv", tmp_path / "curves.png", window)
     assert (tmp_path / "curves.png").stat().st_size
-    lines = plt.gca().lines
-    plt.close()
-    seeds = [line.get_xydata() for line in lines if line.get_label().startswith("_")]
-    return seeds, {line.get_label(): line for line in lines if not line.get_label().startswith("_")}
+    (figure,) = figures
+    return {line.get_label(): line for line in figure.axes[0].lines}
 
 
-def test_a_mean_of_curves_goes_as_far_as_all_of_them(tmp_path):
+def test_a_mean_of_curves_goes_as_far_as_all_of_them(tmp_path, monkeypatch):
     """Seed 1 is 10 rows long, seed 2 only 6: to step 60."""
     runs = {("ppo", 1): np.arange(1, 11), ("ppo", 2): np.arange(3, 9), ("other", 1): np.full(10, 5)}
-    _, lines = drawn(tmp_path, 2, runs)
-    assert set(lines) == {"ppo, 2 seeds and their mean", "other, one seed"}
-    x, y = lines["ppo, 2 seeds and their mean"].get_data()
-    there = (x >= 20) & (x <= 60)
-    np.testing.assert_allclose(y[there], x[there] / 10 + 0.5)
-    assert np.isnan(y[~there]).all() and 0 < there.sum() < len(x)
-    assert x[-1] == 100 and lines["other, one seed"].get_ydata()[-1] == 5
+    lines = drawn(tmp_path, monkeypatch, 1, runs)
+    assert set(lines) == {"ppo, 2 seeds", "other, 1 seed"}
+    x, y = lines["ppo, 2 seeds"].get_data()
+    np.testing.assert_allclose(y, x / 10 + 1)
+    assert x[0] == 10 and x[-1] == 60
+    assert list(lines["other, 1 seed"].get_xdata()) == list(range(10, 101, 10))
 
 
-def test_a_run_of_fewer_rows_than_the_window_is_averaged_whole(tmp_path):
-    (short, long), _ = drawn(tmp_path, 5, {("ppo", 1): [1, 2, 6], ("ppo", 2): np.arange(10)})
-    np.testing.assert_allclose(short, [[30, 3]])
-    np.testing.assert_allclose(long, [[step, step / 10 - 3] for step in range(50, 101, 10)])
+def test_curves_are_moving_means(tmp_path, monkeypatch):
+    lines = drawn(tmp_path, monkeypatch, 2, {("ppo", 1): [1, 2, 6]})
+    np.testing.assert_allclose(lines["ppo, 1 seed"].get_xydata(), [[10, 1], [20, 1.5], [30, 4]])
 
 
-def test_a_random_policy_is_a_dashed_line(tmp_path):
-    seeds, lines = drawn(tmp_path, 2, {("ppo", 1): np.arange(10), ("random", 1): [1, 2], ("random", 2): [4.5]})
-    assert len(seeds) == 1 and set(lines) == {"ppo, one seed", "random policy, 3 games: 2.5"}
+def test_a_random_policy_is_a_dashed_line(tmp_path, monkeypatch):
+    runs = {("ppo", 1): np.arange(10), ("random", 1): [1, 2], ("random", 2): [4.5]}
+    lines = drawn(tmp_path, monkeypatch, 2, runs)
+    assert set(lines) == {"ppo, 1 seed", "random policy, 3 games: 2.5"}
     line = lines["random policy, 3 games: 2.5"]
     assert line.get_linestyle() == "--" and list(line.get_ydata()) == [2.5, 2.5]
 
@@ -176,5 +119,4 @@ def test_a_random_policy_is_a_dashed_line(tmp_path):
 @pytest.mark.parametrize("data", sorted((ROOT / "doc" / "artifacts").glob("*.csv")), ids=lambda path: path.stem)
 def test_what_was_measured_can_be_drawn(data, tmp_path):
     curves.draw(data, tmp_path / "curves.png")
-    plt.close()
     assert (tmp_path / "curves.png").stat().st_size > 20_000

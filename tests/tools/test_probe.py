@@ -135,8 +135,8 @@ def test_a_run_that_diverges_has_failed(tmp_path, capsys, monkeypatch):
         (["leanrl/dqn_atari.py"], "probe leanrl/dqn_atari.py: it plays Atari games"),
         (["leanrl/sac_atari_torchcompile.py"], "probe leanrl/sac_atari_torchcompile.py: it plays Atari games"),
         (
-            ["leanrl/dqn_population_torchcompile.py"],
-            "probe leanrl/dqn_population_torchcompile.py: this script trains a population",
+            ["leanrl/sac_population_torchcompile.py"],
+            "probe leanrl/sac_population_torchcompile.py: this script trains a population",
         ),
         (["leanrl/dqn.py", "--batch-size", "0"], "--batch-size 0: give a number from 1"),
     ],

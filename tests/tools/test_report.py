@@ -10,9 +10,10 @@ import sys
 import numpy as np
 import pytest
 
-from benchmark import ROOT, editions
+from benchmark import editions
 from benchmark.algorithms import ALGORITHMS
-from benchmark.report import figures, machine, pages
+from benchmark.report import pages
+from common import ROOT, machine
 
 CPU = {
     "cpu": "AMD EPYC",
@@ -201,22 +202,6 @@ def test_an_edition_is_a_scripts_code():
     assert edition != editions.fingerprint(text.replace("2.5e-4", "2.6e-4"))
 
 
-def test_interquartile_mean():
-    assert figures.interquartile_mean([9.0, 1.0, 3.0, 2.0]) == 2.5
-    assert figures.interquartile_mean([7.0, 1.0, 4.0]) == pytest.approx((0.25 * 1 + 4 + 0.25 * 7) / 1.5)
-    assert figures.interquartile_mean([5.0]) == 5
-    values = np.random.default_rng(0).normal(size=(8, 5))
-    assert figures.interquartile_mean(values, axis=0) == pytest.approx(np.sort(values, 0)[2:6].mean(0))
-
-
-def test_bootstrap_interval():
-    """That of a large sample is the mean's, two standard errors of the middle half's mean to each side or so."""
-    middle, low, high = figures.middle_and_interval(np.random.default_rng(0).normal(5, 1, (400, 2)))
-    assert np.all(low < middle) and np.all(middle < high)
-    assert np.all(np.abs(middle - 5) < 0.2) and np.all((high - low > 0.15) & (high - low < 0.3))
-    assert [ends.tolist() for ends in figures.middle_and_interval([[3.0, 4.0]])] == [[3, 4]] * 3
-
-
 def add_learning(add):
     for mode, pace in (("plain", 4), ("compile", 2)):
         for seed in PLAIN:
@@ -237,15 +222,6 @@ def test_learning_table(results):
         ["DQN, CartPole-v1", "eager", "seed 21 failed: runs/log.txt", "", "", "", ""],
         ["DQN, CartPole-v1", "compile", "45.5 ± 7.1", "21: 40.5; 31: 50.5", "2000", "20.0", "488.69 ± 16.11"],
     ]
-
-
-def test_minutes_are_those_of_the_fastest_seed():
-    """Both seeds' returns are shown over the time that the one which was not disturbed has taken."""
-    steps = np.arange(100, 2001, 100)
-    runs = [{"curve": np.stack((steps, pace * steps, steps + pace), 1).tolist()} for pace in (6, 60)]
-    by_steps, by_minutes = figures.learning_curves("", {"plain": runs}).axes
-    np.testing.assert_allclose(by_minutes.lines[0].get_xdata(), by_steps.lines[0].get_xdata() / 10)
-    np.testing.assert_allclose(by_minutes.lines[0].get_ydata(), by_steps.lines[0].get_xdata() + 33)
 
 
 def test_figures(results):

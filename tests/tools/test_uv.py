@@ -39,7 +39,7 @@ def test_a_script_names_the_pinned_packages(script):
     kind = "requirements"
     if "atari" in script.stem:
         kind = "atari"
-    elif "continuous" in script.stem or script.stem.startswith(("sac_population", "ppo_population")):
+    elif "continuous" in script.stem or script.stem.startswith("sac_population"):
         kind = "mujoco"
     packages = pins(ROOT / "requirements" / f"{kind}.txt")
     if "population" in script.stem:  # draws its agents' returns

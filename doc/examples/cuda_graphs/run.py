@@ -1,4 +1,4 @@
-"""Run an example of doc/cuda_graphs.md on a CUDA device, or on an emulated one (tests/cuda/emulated_cuda.py).
+"""Run an example of doc/cuda_graphs.md on a CUDA device, or on an emulated one (tools/emulated_cuda.py).
 
     python doc/examples/cuda_graphs/run.py by_hand
 
@@ -14,7 +14,7 @@ import torch
 
 EXAMPLES = ("by_hand", "module", "frozen")
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parents[2] / "tests" / "cuda"))
+sys.path.append(str(HERE.parents[2] / "tools"))
 from emulated_cuda import emulated_cuda  # noqa: E402
 
 

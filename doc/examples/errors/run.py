@@ -2,7 +2,7 @@
 
     python doc/examples/errors/run.py backward_twice
 
-Without a CUDA device, examples that need one run on an emulated one (tests/cuda/emulated_cuda.py).
+Without a CUDA device, examples that need one run on an emulated one (tools/emulated_cuda.py).
 """
 
 import importlib
@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parents[2] / "tests" / "cuda"))
+sys.path.append(str(HERE.parents[2] / "tools"))
 from emulated_cuda import emulated_cuda  # noqa: E402
 
 

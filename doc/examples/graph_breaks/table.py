@@ -112,8 +112,8 @@ def count_of_2023(function):
 
 
 def emulated_device():
-    """tests/cuda/emulated_cuda.py's device, which counts how often the host waits."""
-    sys.path.append(str(ROOT / "tests" / "cuda"))
+    """tools/emulated_cuda.py's device, which counts how often the host waits."""
+    sys.path.append(str(ROOT / "tools"))
     return importlib.import_module("emulated_cuda").emulated_cuda()
 
 

@@ -288,6 +288,10 @@ class Kernel:
     """A Triton kernel that the interpreter runs, in few blocks: it takes as long for large ones."""
 
     def __init__(self, name, source):
+        if not INTERPRETED:
+            raise RuntimeError(
+                "kernels are run by Triton's interpreter: set TRITON_INTERPRET=1 before the program starts"
+            )
         heuristics = SimpleNamespace(inductor_meta=None)
         kinds = ("pointwise", "reduction", "persistent_reduction")
         recorded = SimpleNamespace(**{kind: self.recorder(heuristics) for kind in kinds})
@@ -422,7 +426,8 @@ def launches(code, inputs):
     return costs.counts
 
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
     triton_helpers.libdevice = triton_helpers.math = Math()
     MEMORY = CheckedMemory()
     # else it spends 40% of its time on overflow checks, whose results it drops outside of debug mode

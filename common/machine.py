@@ -1,6 +1,6 @@
 """The machine that a measurement was made on, as data and as the name of its folder under results/.
 
-python -m benchmark.report.machine
+python -m common.machine
 """
 
 import importlib.metadata

@@ -1,6 +1,7 @@
 """The programs' command lines. Bad input is refused: exit code 2, and one line."""
 
 import sys
+import textwrap
 
 import tyro
 
@@ -27,3 +28,12 @@ def stop(message):
     """End the program with this line."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def note(text):
+    print(f"note: {text}", file=sys.stderr)
+
+
+def one_line(error):
+    """What an error says, in one line."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300)

@@ -1,0 +1,207 @@
+"""Tips for eager code: two ways to do the same, each timed on one thread.
+
+    python -m benchmark.studies.tips                 # all of them; two minutes
+    python -m benchmark.studies.tips --tips no_item  # one
+    python -m benchmark.report                       # put them into doc/speed.md
+
+A tip is a function of this file. It returns two functions, before and after, that take nothing and return the same
+numbers.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmark import editions
+from benchmark.results import RESULTS, path_here, store
+from benchmark.studies.timing import DEVICE, interleaved_times
+from common.arguments import check, parse
+from common.machine import machine
+from common.tables import Table, spread
+
+
+def device_creation():
+    """A tensor is made on the device, not on the host and then moved there."""
+
+    def before():
+        return torch.zeros(256, 64).to(DEVICE)
+
+    def after():
+        return torch.zeros(256, 64, device=DEVICE)
+
+    return before, after
+
+
+def pinned_memory():
+    """What crosses to the device in each step is in pinned memory that is reused, and the copy does not wait."""
+    pageable = torch.ones(8, 4, 84, 84, dtype=torch.uint8)
+    pinned = torch.ones_like(pageable, pin_memory=DEVICE.type == "cuda")
+    arrived, arrived_later = (torch.zeros_like(pageable, device=DEVICE) for _ in range(2))
+
+    def before():
+        return arrived.copy_(pageable)
+
+    def after():
+        return arrived_later.copy_(pinned, non_blocking=True)
+
+    return before, after
+
+
+def no_item():
+    """Losses are added up on the device and read once, not by `.item()` after each minibatch."""
+    rows = torch.linspace(0, 1, 256 * 16, device=DEVICE).view(16, 256)
+
+    def before():
+        total = 0.0
+        for values in rows:
+            total += values.square().mean().item()
+        return total
+
+    def after():
+        total = torch.zeros((), device=DEVICE)
+        for values in rows:
+            total += values.square().mean()
+        return total.item()
+
+    return before, after
+
+
+def train_eval():
+    """No `eval()` and `train()` around each action of a network without dropout and batch normalization."""
+    network = small_network()
+    obs = torch.ones(1, 17, device=DEVICE)
+
+    @torch.no_grad()
+    def before():
+        network.eval()
+        actions = network(obs)
+        network.train()
+        return actions
+
+    @torch.no_grad()
+    def after():
+        return network(obs)
+
+    return before, after
+
+
+def kept_parameters():
+    """What a loop needs in each iteration is looked up once: here the parameters, for which `parameters()` searches."""
+    network = small_network()
+    parameters = list(network.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+    def before():
+        for parameter in network.parameters():
+            parameter.grad.fill_(1)
+        return nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+
+    def after():
+        for parameter in parameters:
+            parameter.grad.fill_(1)
+        return nn.utils.clip_grad_norm_(parameters, 0.5)
+
+    return before, after
+
+
+def in_place():
+    """A target network moves in place, by one `lerp_`, not by a sum that becomes a new tensor."""
+    weights = torch.linspace(-1, 1, 2 * 73_000, device=DEVICE)  # of both critics of SAC
+    target, moved_in_place = (torch.zeros_like(weights) for _ in range(2))
+
+    def before():
+        return target.copy_(0.005 * weights + 0.995 * target)
+
+    def after():
+        return moved_in_place.lerp_(weights, 0.005)
+
+    return before, after
+
+
+def channels_last():
+    """Images have their channels last in memory, for convolutions on a CPU."""
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(4, 32, 8, stride=4),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 4, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, stride=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(3136, 512),
+        nn.ReLU(),
+        nn.Linear(512, 6),
+    ).to(DEVICE)
+    parameters = list(network.parameters())
+    images = torch.linspace(0, 1, 64 * 4 * 84 * 84, device=DEVICE).view(64, 4, 84, 84)
+    images_channels_last = images.contiguous(memory_format=torch.channels_last)
+
+    def norm_of_gradient(images):
+        gradients = torch.autograd.grad(network(images).square().mean(), parameters)
+        return torch.stack([gradient.norm() for gradient in gradients]).norm().detach()
+
+    return lambda: norm_of_gradient(images), lambda: norm_of_gradient(images_channels_last)
+
+
+def small_network():
+    torch.manual_seed(0)
+    layers = (nn.Linear(17, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 6))
+    return nn.Sequential(*layers).to(DEVICE)
+
+
+TIPS = (device_creation, pinned_memory, no_item, train_eval, kept_parameters, in_place, channels_last)
+TIPS = {tip.__name__: tip for tip in TIPS}
+NEED_CUDA = ("device_creation", "pinned_memory", "no_item")  # on a CPU nobody waits
+
+
+@dataclass
+class Args:
+    tips: tuple[str, ...] = tuple(TIPS)
+    """which"""
+    rounds: int = 9
+    """of both ways, of which the median counts"""
+    seconds: float = 0.2
+    """of each in a round, about"""
+    results: Path = RESULTS
+    """folder that receives <machine>/tips/<name>.json"""
+
+
+def ratios(taken):
+    return [before / after for before, after in zip(taken["before"], taken["after"], strict=True)]
+
+
+def worth(path):
+    """The ratio in one result, as text."""
+    return spread(ratios(json.loads(path.read_text())["seconds"]), "{:.2f}") if path.exists() else "not measured"
+
+
+def table(results):
+    """A Markdown table of all tips, with a column for each machine that has been measured."""
+    folders = sorted(results.glob("*/tips"))
+    rows = []
+    for name, tip in TIPS.items():
+        cells = [worth(folder / f"{name}.json") for folder in folders] or ["not measured"]
+        rows.append([tip.__doc__, *cells])
+    return Table("", ("tip", *([folder.parent.name for folder in folders] or ["worth"])), rows).markdown()
+
+
+def main(args):
+    check("tips", args.tips, TIPS)
+    torch.set_num_threads(1)
+    for name in args.tips:
+        if name in NEED_CUDA and DEVICE.type != "cuda":
+            print(f"{name}: not measured, it needs a CUDA device")
+            continue
+        taken = interleaved_times(dict(zip(("before", "after"), TIPS[name](), strict=True)), args.rounds, args.seconds)
+        print(f"{name} on {DEVICE.type}: ratio {spread(ratios(taken), '{:.2f}')}", flush=True)
+        data = {"device": DEVICE.type, "seconds": taken, "machine": machine()} | editions.today(Path(__file__))
+        store(path_here(args.results, "tips", name), data)
+
+
+if __name__ == "__main__":
+    main(parse(Args, __doc__))

@@ -1,0 +1,203 @@
+"""Learning curves: read from the events of runs, averaged over seeds, and drawn.
+
+Colors are those of Okabe and Ito (2008), which the color-blind tell apart; line styles say the same in black and white.
+"""
+
+import io
+import json
+from collections import defaultdict
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+RETURN = "charts/episodic_return"
+SPEED = "charts/SPS"
+POINTS = 200  # of a learning curve
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES = ("-", "--", "-.", ":")
+LEGEND = {"loc": "outside lower center", "ncols": 5, "fontsize": 9, "handlelength": 3}
+SETTINGS = {
+    "svg.hashsalt": "leanrl",  # the same file each time
+    "svg.fonttype": "none",
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "hatch.linewidth": 0.5,
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def read_events(folder):
+    """The TensorBoard events of a run."""
+    return EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+
+
+def scalars(events, tag):
+    """What was logged under a tag, in order: entries with `step`, `value` and `wall_time`."""
+    return events.Scalars(tag) if tag in events.Tags()["scalars"] else []
+
+
+def series(events, tag):
+    """Steps and values of a tag, as arrays."""
+    logged = scalars(events, tag)
+    return np.array([entry.step for entry in logged]), np.array([entry.value for entry in logged])
+
+
+def learning_curve(folders):
+    """Episodic returns of a run, as [step, seconds of training, mean return] of at most POINTS equal parts.
+
+    A run that was interrupted has several folders, in this order. Of a killed part, the
+    episodes from the step on at which the first one of the next part has ended do not count.
+    """
+    episodes = []
+    before = 0.0
+    for folder in folders:
+        events = read_events(folder)
+        returns = scalars(events, RETURN)
+        if returns:
+            begin = events.FirstEventTimestamp()
+            episodes = [episode for episode in episodes if episode[0] < returns[0].step]
+            episodes += [(entry.step, before + entry.wall_time - begin, entry.value) for entry in returns]
+        summary = folder / "summary.json"
+        if summary.exists():
+            before += json.loads(summary.read_text())["wall_seconds"]
+        elif returns:
+            before = episodes[-1][1]
+    if not episodes:
+        return []
+    width = max(episodes[-1][0] / POINTS, 1)
+    parts = defaultdict(list)
+    for episode in episodes:
+        parts[int((episode[0] - 1) / width)].append(episode)
+    rows = []
+    for part in parts.values():
+        step, seconds, _ = part[-1]
+        rows.append([step, round(seconds, 2), round(float(np.mean([value for _, _, value in part])), 3)])
+    return rows
+
+
+def last_tenth(steps, values):
+    """The mean of `values` over the last tenth of the steps."""
+    return np.mean(np.array(values)[np.array(steps) > 0.9 * steps[-1]])
+
+
+def end_of(curve):
+    """The mean return of a learning curve over the last tenth of its steps."""
+    steps, _, returns = zip(*curve, strict=True)
+    return last_tenth(steps, returns)
+
+
+def late_speed(folder):
+    """Steps per second of a run: the median of the last half of its logs; None if it has logged nothing."""
+    _, speeds = series(read_events(folder), SPEED)
+    return float(np.median(speeds[len(speeds) // 2 :])) if len(speeds) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several seeds
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def moving_mean(values, window):
+    """Means over the `window` values up to each, fewer at the beginning."""
+    sums = np.cumsum(values, dtype=float)
+    sums[window:] -= sums[:-window].copy()
+    return sums / np.minimum(np.arange(len(values)) + 1, window)
+
+
+def interquartile_mean(values, axis=-1):
+    """The mean of the middle half; values at its edges count in part (Agarwal et al. 2021, arXiv:2108.13264)."""
+    values = np.moveaxis(np.sort(values, axis), axis, -1)
+    count = values.shape[-1]
+    places = np.arange(count)
+    weights = np.clip(np.minimum(places + 1, 0.75 * count) - np.maximum(places, 0.25 * count), 0, None)
+    return values @ weights / weights.sum()
+
+
+def middle_and_interval(curves):
+    """Interquartile mean over `curves`, (seeds, points), and a 95% bootstrap interval: its ends, each (points,)."""
+    from scipy.stats import bootstrap
+
+    curves = np.asarray(curves, float)
+    middle = interquartile_mean(curves, axis=0)
+    if len(curves) == 1:
+        return middle, middle, middle
+    settings = {"axis": 0, "vectorized": True, "method": "percentile", "n_resamples": 2000}
+    interval = bootstrap((curves,), interquartile_mean, rng=np.random.default_rng(0), **settings).confidence_interval
+    return middle, interval.low, interval.high
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pictures
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def plot(axes, runs, label, color, line="-", x=lambda steps: steps):
+    """Draw runs of one setting, (steps, values) each: the interquartile mean as far as all go, and its 95% interval.
+
+    A single run is drawn as it is. `x` maps steps to the horizontal axis.
+    """
+    look = {"color": color, "linestyle": line, "label": label}
+    if len(runs) == 1:
+        ((steps, values),) = runs
+        axes.plot(x(np.asarray(steps)), values, **look)
+        return
+    grid = np.linspace(max(steps[0] for steps, _ in runs), min(steps[-1] for steps, _ in runs), POINTS // 2)
+    middle, low, high = middle_and_interval([np.interp(grid, steps, values) for steps, values in runs])
+    axes.plot(x(grid), middle, **look)
+    axes.fill_between(x(grid), low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def seeds(number):
+    return "1 seed" if number == 1 else f"{number} seeds"
+
+
+def learning_figure(title, groups, published, styles):
+    """Returns against steps and against wall-clock minutes.
+
+    Minutes are those that the fastest seed took for as many steps: the others shared the machine with more.
+    `groups` are results by name, such as a mode's, with an entry in `styles` each. `published` is CleanRL's return,
+    such as "1442.64 ± 46.03", or "".
+    """
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    both = figure.subplots(1, 2, sharey=True)
+    for name, results in groups.items():
+        curves = [np.array(result["curve"]).T for result in results if result.get("curve")]  # steps, seconds, returns
+        if not curves:
+            continue
+        fastest_steps, seconds, _ = min(curves, key=lambda curve: curve[1][-1])
+        runs = [(steps, returns) for steps, _, returns in curves]
+        color, line, *_ = styles[name]
+        look = (f"{name}, {seeds(len(runs))}", color, line)
+        plot(both[0], runs, *look)
+        plot(both[1], runs, *look, x=lambda steps, a=fastest_steps, b=seconds: np.interp(steps, a, b) / 60)
+    if published:
+        level = float(published.split(" ")[0])
+        for axes in both:
+            axes.axhline(level, color="#999999", linestyle=":", label=f"CleanRL at the end: {published}")
+    both[0].xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1M
+    both[0].set(xlabel="environment steps", ylabel="episodic return")
+    both[1].set(xlabel="wall-clock of the fastest seed, minutes")
+    figure.legend(*both[0].get_legend_handles_labels(), **LEGEND)
+    figure.suptitle(title)
+    return figure
+
+
+def svg(figure):
+    """A figure as the bytes of an SVG file without a date."""
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def settings():
+    """The look of all pictures, as a context."""
+    return matplotlib.rc_context(SETTINGS)

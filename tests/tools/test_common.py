@@ -1,0 +1,222 @@
+"""What the tools share: scripts that are trained with a tool that watches, their warm-up, processes, and curves."""
+
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import TURBO, tiny, wait_for
+from torch.utils.tensorboard import SummaryWriter
+
+from common import curves, processes, scripts, steady
+
+SCRIPT = """
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+events = []
+
+
+@dataclass
+class Args:
+    total_timesteps: int = 10
+    num_envs: int = 1
+    policy_frequency: int = 2
+
+
+class Run:
+    def __init__(self, args):
+        self.args, self.step, self.learner = args, 0, SimpleNamespace(updates=args.resumed_at)
+
+    def __enter__(self):
+        events.append("begun")
+        return self
+
+    def unfinished(self):
+        return self.step < self.args.total_timesteps
+
+    def advance(self, rewards, ended):
+        self.step += 1
+
+    def log(self, losses):
+        events.append(("log", self.step))
+
+    def __exit__(self, kind, error, traceback):
+        events.append(("ended", kind and kind.__name__))
+
+
+def train(args):
+    with Run(args) as run:
+        while run.unfinished():
+            run.advance(0, False)
+            run.learner.updates += 1
+            run.log({"loss": run.step})
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "stand_in.py"
+    path.write_text(SCRIPT)
+    return scripts.load(path)
+
+
+def arguments(**changed):
+    return SimpleNamespace(**{"total_timesteps": 10, "policy_frequency": 2, "resumed_at": 0} | changed)
+
+
+def test_a_tool_sees_the_run_before_its_first_step(script):
+    runs = []
+    scripts.train(script, arguments(), lambda run: runs.append((run, run.step)))
+    ((run, step),) = runs
+    assert step == 0 and run.step == 10 and script.events[-1] == ("ended", None)
+    assert type(run) is not script.Run and isinstance(run, script.Run)  # the module is as it was
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, scripts.Enough])
+def test_a_tool_that_fails_ends_the_run(script, error):
+    def fail(run):
+        raise error
+
+    with pytest.raises(error):
+        scripts.train(script, arguments(), fail)
+    assert script.events == ["begun", ("ended", error.__name__)]
+
+
+def test_a_tool_is_called_before_each_log(script):
+    seen = []
+    scripts.train(script, arguments(), lambda run: scripts.before_each_log(run, lambda losses: seen.append(losses)))
+    assert seen == [{"loss": step} for step in range(1, 11)]
+    assert [event for event in script.events if event[0] == "log"] == [("log", step) for step in range(1, 11)]
+
+
+@pytest.mark.parametrize("resumed_at", [0, 4])
+def test_a_run_is_warm_after_three_rounds_of_what_is_captured(resumed_at, script):
+    """Six updates, of which a resumed run needs as many; the step that sees them is the next one."""
+    clocks = []
+    args = arguments(resumed_at=resumed_at)
+    scripts.train(script, args, lambda run: clocks.extend([steady.Clock(run), steady.Clock(run)]))
+    first, second = clocks
+    assert first.begin[0] == second.begin[0] == 7 and first.run.step == 10
+    assert 0 < first.warmup_seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "updates"),
+    [
+        ({"policy_frequency": 2, "target_network_frequency": 3}, 18),
+        ({"policy_frequency": 2}, 6),
+        ({"target_network_frequency": 1000}, 3),  # in steps: no part of what is captured
+        ({"num_steps": 128, "cudagraphs": True}, 3),
+        ({"num_steps": 128, "cudagraphs": False}, 1),
+        ({"num_steps": 128}, 1),
+    ],
+)
+def test_updates_until_a_run_is_warm(flags, updates):
+    assert steady.updates_to_warm(SimpleNamespace(**flags)) == updates
+
+
+@pytest.mark.parametrize("name", ["ppo", "dqn"])
+def test_a_script_of_ours_is_watched(name, tmp_path):
+    script = TURBO[name]
+    clocks = []
+    args = script.Args(**tiny(script) | {"total_timesteps": 200, "run_dir": str(tmp_path)})
+    scripts.train(script, args, lambda run: clocks.append(steady.Clock(run)))
+    (clock,) = clocks
+    assert 0 < clock.begin[0] < clock.run.step == 200
+    assert len(list(tmp_path.glob("*/summary.json"))) == 1
+
+
+def test_a_process_ends_with_what_it_has_started(tmp_path):
+    code = "import subprocess, sys, time\n"
+    code += "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid, flush=True)\n"
+    process = processes.start(["-c", code + "time.sleep(600)"], tmp_path / "runs" / "log.txt")
+    log = tmp_path / "runs" / "log.txt"
+    wait_for(lambda: log.read_text().strip())
+    processes.end(process)
+    assert process.returncode == -9
+    wait_for(lambda: not running(int(log.read_text())))
+
+
+def running(pid):
+    done = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return done.stdout.strip()[:1] not in ("", "Z")
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_process_is_killed_if_it_does_not_end_in_time(obeys, tmp_path):
+    answer = "lambda *_: sys.exit(7)" if obeys else "signal.SIG_IGN"
+    code = f"import signal, sys, time; signal.signal(signal.SIGTERM, {answer}); print(1, flush=True); time.sleep(600)"
+    process = processes.start(["-c", code], tmp_path / "log.txt")
+    wait_for(lambda: (tmp_path / "log.txt").read_text())
+    begin = time.monotonic()
+    processes.interrupt(process, 600 if obeys else 0.1)
+    assert process.returncode == (7 if obeys else -9) and time.monotonic() - begin < 300
+
+
+def test_a_process_ends_when_the_one_that_started_it_is_killed(tmp_path):
+    code = "import sys; sys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\nfrom common import processes\n"
+    code += "child = processes.start(['-c', 'import time; time.sleep(600)'], Path(sys.argv[2]))\n"
+    code += "print(child.pid, flush=True); child.wait()"
+    words = [sys.executable, "-c", code, str(scripts.ROOT), str(tmp_path / "log.txt")]
+    parent = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    assert running(child)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not running(child))
+
+
+def test_interquartile_mean():
+    assert curves.interquartile_mean([9.0, 1.0, 3.0, 2.0]) == 2.5
+    assert curves.interquartile_mean([7.0, 1.0, 4.0]) == pytest.approx((0.25 * 1 + 4 + 0.25 * 7) / 1.5)
+    assert curves.interquartile_mean([5.0]) == 5
+    values = np.random.default_rng(0).normal(size=(8, 5))
+    assert curves.interquartile_mean(values, axis=0) == pytest.approx(np.sort(values, 0)[2:6].mean(0))
+
+
+def test_bootstrap_interval():
+    """That of a large sample is the mean's, two standard errors of the middle half's mean to each side or so."""
+    middle, low, high = curves.middle_and_interval(np.random.default_rng(0).normal(5, 1, (400, 2)))
+    assert np.all(low < middle) and np.all(middle < high)
+    assert np.all(np.abs(middle - 5) < 0.2) and np.all((high - low > 0.15) & (high - low < 0.3))
+    assert [ends.tolist() for ends in curves.middle_and_interval([[3.0, 4.0]])] == [[3, 4]] * 3
+
+
+def test_minutes_are_those_of_the_fastest_seed():
+    """Both seeds' returns are shown over the time that the one which was not disturbed has taken."""
+    steps = np.arange(100, 2001, 100)
+    runs = [{"curve": np.stack((steps, pace * steps, steps + pace), 1).tolist()} for pace in (6, 60)]
+    by_steps, by_minutes = curves.learning_figure("", {"plain": runs}, "", {"plain": ("black", "-")}).axes
+    np.testing.assert_allclose(by_minutes.lines[0].get_xdata(), by_steps.lines[0].get_xdata() / 10)
+    np.testing.assert_allclose(by_minutes.lines[0].get_ydata(), by_steps.lines[0].get_xdata() + 33)
+
+
+@pytest.mark.parametrize("window", [1, 3, 50, 99])
+def test_a_moving_mean_has_fewer_values_at_the_beginning(window):
+    values = np.random.default_rng(0).normal(size=50)
+    means = [values[max(0, i + 1 - window) : i + 1].mean() for i in range(50)]
+    assert curves.moving_mean(values, window) == pytest.approx(means)
+
+
+def test_the_speed_of_a_run_is_that_of_its_second_half(tmp_path):
+    with SummaryWriter(tmp_path) as writer:
+        for step, speed in enumerate([1, 2, 3, 4, 50, 7]):
+            writer.add_scalar(curves.SPEED, speed, step)
+    assert curves.late_speed(tmp_path) == 7
+    (tmp_path / "nothing").mkdir()
+    assert curves.late_speed(tmp_path / "nothing") is None
+
+
+def test_arrows_run_one_way():
+    """common imports no tool, instruments neither launch nor benchmark, and these not each other."""
+    tools = {"common", "instruments", "launch", "benchmark", "tests"}
+    allowed = {"common": set(), "instruments": {"common"}, "launch": {"common", "instruments"}}
+    allowed["benchmark"] = {"common", "instruments"}
+    for folder, names in allowed.items():
+        for path in (scripts.ROOT / folder).rglob("*.py"):
+            words = [line.split() for line in path.read_text().splitlines()]
+            imported = {line[1].split(".")[0] for line in words if line[:1] in (["import"], ["from"]) and len(line) > 1}
+            assert imported & tools <= names | {folder}, path
