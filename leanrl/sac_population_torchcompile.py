@@ -173,8 +173,10 @@ class SACPopulation:
             self.generators.append(torch.Generator(device).set_state(state))  # continues as torch's own would
         self.critic = critics[0]  # for its `forward`
         stacked, _ = stack_module_state(critics)
-        by_agent = {name: weights.detach().unflatten(0, (-1, NUM_CRITICS)) for name, weights in stacked.items()}
-        self.critics = {name: weights.requires_grad_() for name, weights in by_agent.items()}
+        self.critics = {  # parameters by name, (agents, NUM_CRITICS, ...)
+            name: weights.detach().unflatten(0, (-1, NUM_CRITICS)).requires_grad_(weights.requires_grad)
+            for name, weights in stacked.items()
+        }
         self.target_critics = {name: weights.detach().clone() for name, weights in self.critics.items()}
         self.actor = actors[0]  # for its methods, which act for all agents if its network does
         self.actor.net = Together([actor.net for actor in actors], self.each)
@@ -356,7 +358,7 @@ class SACPopulation:
         """A copy of an agent's deterministic policy, on the CPU, and an example of its inputs."""
         policy = Actor(self.obs_dim, self.action_space)
         policy.load_state_dict(self.tensors(i)["networks"]["actor"])
-        return policy, (torch.zeros(2, self.obs_dim),)
+        return policy.eval(), (torch.zeros(2, self.obs_dim),)
 
     def tensors(self, i):
         """Every tensor of an agent that updates change, but the replay buffer, under the names of the script for one.
@@ -398,7 +400,7 @@ class SACPopulation:
 
 
 class Together(nn.Module):
-    """The networks of all agents as one, whose inputs and outputs have a leading dimension of agents."""
+    """The networks of all agents as one, whose input and output have a leading dimension of agents."""
 
     def __init__(self, networks, each):
         """`each` calls a function for each agent."""
@@ -428,7 +430,7 @@ class PopulationAdam:
 
     def __init__(self, weights, lr):
         """`weights` have a leading dimension of agents; `lr` is a list."""
-        self.weights = list(weights)
+        self.weights = [w for w in weights if w.requires_grad]
         self.m = [torch.zeros_like(w) for w in self.weights]
         self.v = [torch.zeros_like(w) for w in self.weights]
         device = self.weights[0].device
