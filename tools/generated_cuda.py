@@ -223,10 +223,11 @@ def assemble(path):
     return len(kernels)
 
 
-UNARY = {
+FUNCTIONS = {
     "abs": np.abs,
     "ceil": np.ceil,
     "cos": np.cos,
+    "div_rn": np.divide,
     "exp": np.exp,
     "exp2": np.exp2,
     "expm1": np.expm1,
@@ -236,7 +237,9 @@ UNARY = {
     "log": np.log,
     "log1p": np.log1p,
     "log2": np.log2,
+    "mul_rn": np.multiply,
     "nearbyint": np.rint,
+    "pow": np.power,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "sin": np.sin,
     "sqrt": np.sqrt,
@@ -249,13 +252,13 @@ class Math:
     """CUDA's libdevice, by NumPy."""
 
     def __getattr__(self, name):
-        if name == "pow":
-            return lambda x, y: self.result(x, np.power(x.handle.data, y.handle.data))
-        return lambda x: self.result(x, UNARY[name](x.handle.data))
+        def call(*args):
+            dtype = args[0].dtype
+            data = np.asarray(FUNCTIONS[name](*(x.handle.data for x in args))).astype(args[0].handle.data.dtype)
+            form = tl.block_type(dtype, list(data.shape)) if args[0].type.is_block() else dtype
+            return tl.core.tensor(interpreter.TensorHandle(data, dtype), form)
 
-    def result(self, x, data):
-        handle = interpreter.TensorHandle(np.asarray(data).astype(x.handle.data.dtype), x.handle.dtype)
-        return tl.core.tensor(handle, x.type)
+        return call
 
 
 class CheckedMemory:
