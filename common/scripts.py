@@ -67,6 +67,17 @@ def train(script, args, on_start=lambda run: None):
         script.train(args)
 
 
+def policy_of(learner):
+    """The deterministic policy as a module on the CPU."""
+    policy = learner.policy()
+    return policy[0] if isinstance(policy, tuple) else policy  # the second edition gives no example of its inputs
+
+
+def optimizers_of(learner):
+    """The optimizers of a learner, by the name of what they optimize."""
+    return learner.optimizers if hasattr(learner, "optimizers") else {"agent": learner.optimizer}
+
+
 def before_each_log(run, function):
     """Have `function` called before each log of a run, with the losses."""
     log = run.log

@@ -9,6 +9,7 @@ from torch import nn
 from tqdm import tqdm
 
 from common.arguments import stop
+from common.scripts import policy_of
 from instruments.instrument import Instrument
 from instruments.playing import is_atari
 
@@ -62,7 +63,7 @@ class FrameDump(Instrument):
 
     def finish(self):
         obs, resets = zip(*self.stacks, strict=True)
-        inputs = first_inputs(self.run.learner.policy(), torch.as_tensor(np.stack(obs)))
+        inputs = first_inputs(policy_of(self.run.learner), torch.as_tensor(np.stack(obs)))
         folder = self.run.folder / "frames"
         folder.mkdir(exist_ok=True)
         path = folder / f"{self.run.step}.png"

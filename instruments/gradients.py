@@ -8,7 +8,7 @@ from collections import Counter, deque
 import torch
 from tqdm import tqdm
 
-from common.scripts import refuse_population
+from common.scripts import optimizers_of, refuse_population
 from instruments.instrument import Instrument, Pace
 
 HISTORY = 100  # looks that say what norm is usual; so many, that slow growth is seen too
@@ -44,7 +44,7 @@ class GradientWatch(Instrument):
         run.save = self.save_if_sound
         learner = run.learner
         self.sources = {}
-        for name, optimizer in learner.optimizers.items():
+        for name, optimizer in optimizers_of(learner).items():
             source = ModuleLayers if isinstance(optimizer, torch.optim.Optimizer) else TurboLayers
             self.sources[name] = source(learner, name)
 
@@ -164,13 +164,14 @@ class TurboLayers:
     """The layers of an optimizer that keeps gradients, which CUDA graphs write too."""
 
     def __init__(self, learner, name):
-        self.optimizer = learner.optimizers[name]
+        self.optimizer = optimizers_of(learner)[name]
         network = getattr(learner, name, None)
         self.stacked = isinstance(network, dict)  # critics, with a leading dimension
         if self.stacked:
-            self.names = [f"{name}.{{}}.{layer}" for layer in network]
+            self.names = [f"{name}.{{}}.{layer}" for layer, weights in network.items() if weights.requires_grad]
         elif isinstance(network, torch.nn.Module):
-            self.names = [f"{name}.{layer}" for layer, _ in network.named_parameters()]
+            layers = network.named_parameters()
+            self.names = [f"{name}.{layer}" for layer, weights in layers if weights.requires_grad]
         else:
             self.names = [name]
 
@@ -194,7 +195,7 @@ class ModuleLayers:
     """The layers of a torch.optim.Adam, whose gradients are kept when it steps: other losses add to them later."""
 
     def __init__(self, learner, name):
-        self.optimizer = learner.optimizers[name]
+        self.optimizer = optimizers_of(learner)[name]
         network = getattr(learner, name, None)
         is_module = isinstance(network, torch.nn.Module)
         names = {p: f"{name}.{layer}" for layer, p in network.named_parameters()} if is_module else {}

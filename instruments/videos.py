@@ -5,6 +5,7 @@ import sys
 from tqdm import tqdm
 
 from common.arguments import one_line
+from common.scripts import policy_of
 from instruments.instrument import Instrument
 from instruments.playing import acting, make_env, play, record
 
@@ -31,7 +32,7 @@ class VideoOnDemand(Instrument):
         folder = self.run.folder / "videos"
         env = record(make_env(args.env_id, args.seed, "rgb_array"), folder, name)
         try:
-            act = acting(self.run.learner.policy(), env.action_space)
+            act = acting(policy_of(self.run.learner), env.action_space)
             episode = next(play(env, act, args.seed))
         finally:
             env.close()

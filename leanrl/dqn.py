@@ -166,7 +166,7 @@ class DQN:
 
     def policy(self):
         """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
-        return GreedyPolicy(copy.deepcopy(self.q).cpu()), (torch.zeros(2, self.obs_dim),)
+        return GreedyPolicy(copy.deepcopy(self.q).cpu()).eval(), (torch.zeros(2, self.obs_dim),)
 
     def state_dict(self):
         """What the learner needs to continue bit for bit, on the CPU or on the device."""
@@ -252,7 +252,7 @@ def train(args):
             learner.replay.store(obs=obs, next_obs=next_obs, actions=actions, rewards=rewards, terminated=terminated)
             ended = terminated | truncated
             obs = next_obs
-            if ended.any():
+            if any(ended):
                 obs, _ = envs.reset(options={"reset_mask": ended})
             run.advance(rewards, ended)
             if run.step > args.learning_starts:

@@ -2,10 +2,10 @@
 
 The algorithm and its defaults are CleanRL's, and so are its details:
 
-1. The target comes from a target network, which is copied from the Q-network now and then (`DQN.update`).
-2. The share of random actions falls linearly from 1 to 0.01 (`epsilon`).
+1. The target comes from a target network, a copy that is renewed every 1000 steps (`DQN.update_target`).
+2. Actions are random with a probability that falls linearly, and else greedy (`epsilon`, `DQN.act`).
 3. An observation is four gray frames; each frame is stored once, in bytes (`FrameReplay`).
-4. The end of a life is a terminal state, rewards are clipped to -1, 0 or 1 (`AtariEnvs`).
+4. The end of a life is a terminal state, and rewards are clipped to -1, 0 or 1 (`AtariEnvs`).
 5. A truncated game does not end in a terminal state: its last value is bootstrapped (`AtariEnvs.step`).
 
 dqn_atari_torchcompile.py makes the same updates at full speed, and acts one update late.
@@ -14,28 +14,26 @@ dqn_atari_torchcompile.py makes the same updates at full speed, and acts one upd
 """
 
 import copy
-import difflib
 import json
 import math
 import os
-import platform
 import shutil
 import signal
 import sys
-import textwrap
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+import envpool
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
@@ -46,73 +44,45 @@ LOG_INTERVAL = 100  # vector steps between two logs of the losses
 
 @dataclass
 class Args:
-    env_id: str = "Breakout-v5"
-    """Atari game, by envpool's name"""
-    total_timesteps: int = 10_000_000
-    """environment steps of the whole run, over all environments, each of four frames"""
-    num_envs: int = 1
-    """games that step together"""
-    buffer_size: int = 1_000_000
-    """transitions in the replay buffer, 7.1 GB for a million: on the device if it fits, else in the host's memory"""
-    checkpoint_replay: bool = True
-    """save the replay buffer in checkpoints; a run that is resumed without it fills it again before it learns"""
-    gamma: float = 0.99
-    """discount factor"""
-    tau: float = 1.0
-    """target smoothing coefficient (1: copy)"""
-    batch_size: int = 32
-    """transitions per update"""
-    learning_starts: int = 80_000
-    """environment steps before the first update"""
-    learning_rate: float = 1e-4
-    """learning rate of the Q-network"""
-    train_frequency: int = 4
-    """environment steps between two updates"""
-    target_network_frequency: int = 1000
-    """environment steps between two updates of the target network"""
-    start_e: float = 1.0
-    """probability of a random action at the first step"""
-    end_e: float = 0.01
-    """probability of a random action at the end of exploration"""
-    exploration_fraction: float = 0.1
-    """fraction of --total-timesteps over which this probability falls linearly"""
+    env_id: str = "Breakout-v5"  # Atari game in envpool
+    total_timesteps: int = 10_000_000  # environment steps of the whole run, over all environments; each has four frames
+    num_envs: int = 1  # environments that step together
+    buffer_size: int = 1_000_000  # transitions in the replay buffer, on the device: a million take 7.1 GB
+    checkpoint_replay: bool = True  # save the replay buffer too; a run resumed without it waits --learning-starts steps
+    gamma: float = 0.99  # discount factor
+    tau: float = 1.0  # target smoothing coefficient
+    batch_size: int = 32  # transitions per update
+    learning_starts: int = 80_000  # environment steps before the first update
+    learning_rate: float = 1e-4  # learning rate of the Q-network
+    train_frequency: int = 4  # environment steps between two updates
+    target_network_frequency: int = 1000  # environment steps between two updates of the target network
+    start_e: float = 1.0  # probability of a random action at the first step
+    end_e: float = 0.01  # probability of a random action at the end of exploration
+    exploration_fraction: float = 0.1  # fraction of --total-timesteps over which this probability falls linearly
 
-    exp_name: str = Path(__file__).stem
-    """name of the experiment, part of the run's folder name"""
-    seed: int = 1
-    """seed of the environments, NumPy and torch"""
-    run_dir: str = "runs"
-    """parent folder of all runs"""
-    resume: str | None = None
-    """run to continue: its folder or its checkpoint.pt, whose flags become the defaults"""
-    checkpoint_interval: int = 0
-    """save a checkpoint every so many environment steps (0: only at the end)"""
-    capture_video: bool = False
-    """record videos of the first environment"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "leanrl"
-    """project on Weights & Biases"""
-    wandb_entity: str | None = None
-    """team on Weights & Biases"""
-    cuda: bool = True
-    """use a CUDA device if there is one"""
-    threads: int = 0
-    """CPU threads for torch (0: torch's default)"""
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """precision of float32 matmuls and convolutions (high: TF32, medium: bfloat16)"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
+    cuda: bool = True  # use a CUDA device if there is one
+    threads: int = 0  # CPU threads of torch (0: torch's default)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    seed: int = 1  # seed of the environments, NumPy and torch
+    run_dir: str = "runs"  # parent folder of all runs
+    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
+    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    capture_video: bool = False  # record videos of the first environment
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # project on Weights & Biases
+    wandb_entity: str | None = None  # team on Weights & Biases
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
 AT_LEAST_1 += ("train_frequency", "target_network_frequency")
 AT_MOST_1 = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
-POSITIVE = ("learning_rate", "exploration_fraction")  # others may be 0, none negative
 FIXED = ("env_id", "num_envs", "buffer_size")  # what a resumed run cannot change
 
 
-class AtariQNetwork(nn.Module):
+class QNetwork(nn.Module):
     """Q(s, a) of all actions: (batch, 4, 84, 84), bytes, to (batch, num_actions)."""
 
     def __init__(self, num_actions):
@@ -134,36 +104,45 @@ class AtariQNetwork(nn.Module):
         return self.net(obs / 255)
 
 
+class GreedyPolicy(nn.Module):
+    """What policy.pt2 holds, the actions of highest value: (batch, 4, 84, 84), bytes, to (batch,)."""
+
+    def __init__(self, q):
+        super().__init__()
+        self.q = q
+
+    def forward(self, obs):
+        return self.q(obs).argmax(-1)
+
+
 class DQN:
     """The learner: networks, optimizer and replay buffer."""
-
-    warmup_updates = 1  # until the speed is steady
 
     def __init__(self, args, envs, device):
         self.args = args
         self.device = device
+        self.obs_shape = envs.single_observation_space.shape
         self.num_actions = int(envs.single_action_space.n)
         with device:
-            self.q = AtariQNetwork(self.num_actions)
+            self.q = QNetwork(self.num_actions)
             self.target_q = copy.deepcopy(self.q)
         self.networks = {"q": self.q, "target_q": self.target_q}
         self.optimizers = {"q": torch.optim.Adam(self.q.parameters(), lr=args.learning_rate)}
-        self.replay = make_replay(args, envs, device)
+        self.replay = make_replay(args, self.obs_shape, device)
         self.rng = np.random.default_rng(args.seed)  # for random actions
         self.updates = 0
         self.last_losses = {}
 
     def update(self):
         """One step on the Q-network."""
-        # float32 would skip rows
-        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.replay.storage)
-        batch = self.replay.sample(uniform)
+        uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)
+        obs, next_obs, actions, rewards, terminated = self.replay.sample(uniform)
 
         # TD loss
         with torch.no_grad():
-            next_q = self.target_q(batch["next_obs"]).amax(-1)
-            target = batch["rewards"] + (1 - batch["terminated"]) * self.args.gamma * next_q
-        q = self.q(batch["obs"]).gather(-1, batch["actions"][:, None]).squeeze(-1)
+            next_q = self.target_q(next_obs).amax(-1)
+            target = rewards + (1 - terminated) * self.args.gamma * next_q
+        q = self.q(obs).gather(-1, actions[:, None]).squeeze(-1)
         td_loss = (q - target).square().mean()
         self.optimizers["q"].zero_grad()
         td_loss.backward()
@@ -172,32 +151,28 @@ class DQN:
         self.updates += 1
 
     def update_target(self):
-        """Move the target network by `tau` toward the Q-network: with 1, copy it."""
-        for weights, target_weights in zip(self.q.parameters(), self.target_q.parameters(), strict=True):
-            target_weights.data.lerp_(weights.data, self.args.tau)
+        """Move the target network by `tau` toward the Q-network; 1 copies it."""
+        for weights, target in zip(self.q.parameters(), self.target_q.parameters(), strict=True):
+            target.data.lerp_(weights.data, self.args.tau)
 
     @torch.no_grad()
     def greedy(self, obs):
-        """The actions of the highest values, NumPy, (num_envs,)."""
+        """The actions of highest value, (num_envs,), for `obs`, (num_envs, 4, 84, 84); both are NumPy."""
         return self.q(torch.as_tensor(obs, device=self.device)).argmax(-1).cpu().numpy()
 
     def act(self, obs, exploration):
-        """Actions, NumPy, (num_envs,), each random with probability `exploration`, else greedy."""
+        """Actions for `obs`, each random with probability `exploration`, else greedy; both are NumPy."""
         explore = self.rng.random(len(obs)) < exploration
-        random_actions = self.rng.integers(self.num_actions, size=np.count_nonzero(explore))
-        if explore.all():
-            return random_actions
-        actions = self.greedy(obs)
-        actions[explore] = random_actions
-        return actions
+        random_actions = self.rng.integers(self.num_actions, size=len(obs))
+        return np.where(explore, random_actions, self.greedy(obs))
 
     def losses(self):
         """The last update's losses by name."""
         return {name: value.item() for name, value in self.last_losses.items()}
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU."""
-        return Policy(copy.deepcopy(self.q).cpu())
+        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        return GreedyPolicy(copy.deepcopy(self.q).cpu()), (torch.zeros(2, *self.obs_shape, dtype=torch.uint8),)
 
     def state_dict(self):
         """What the learner needs to continue bit for bit, on the CPU or on the device."""
@@ -220,8 +195,6 @@ class DQN:
             optimizer.load_state_dict(state["optimizers"][name] | own_rates)
         if state["replay"]:
             self.replay.load_state_dict(state["replay"])
-        else:
-            note("the checkpoint has no replay buffer: --learning-starts steps fill it before learning goes on")
         self.updates = state["updates"]
         self.rng.bit_generator.state = state["numpy_rng"]
         torch.set_rng_state(state["rng"])
@@ -230,7 +203,7 @@ class DQN:
 
 def epsilon(step, args):
     """The probability of a random action at environment step `step`: from start_e down to end_e, then constant."""
-    progress = min(step / (args.exploration_fraction * args.total_timesteps), 1.0)
+    progress = min(step / max(args.exploration_fraction * args.total_timesteps, 1), 1)
     return args.start_e + progress * (args.end_e - args.start_e)
 
 
@@ -239,17 +212,136 @@ def times_due(frequency, step, num_envs):
     return step // frequency - (step - num_envs) // frequency
 
 
-def train(args, on_start=lambda run: None):
-    """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    with Run(args) as run:
-        check_replay(args)
-        envs = make_games(args, run.folder)
-        learner = DQN(args, envs, run.device)
-        run.start(envs, learner)
-        learning_starts = args.learning_starts if learner.replay.stored else run.step + args.learning_starts
+class FrameReplay:
+    """A replay buffer for observations that are stacks of the newest frames. It stores each frame once, in bytes.
+
+    Each step of each environment has a number, steps * num_envs + env, and a row in `columns`, that number modulo their
+    length. A step that reset its environment ignored the action: `transitions` are the numbers of the other steps.
+
+    `sample` draws from the newest `size // num_envs` steps; columns are longer by a stack, so that none of their frames
+    is overwritten. Nothing here waits for the device, and all shapes are fixed: CUDA graphs can replay it.
+    """
+
+    def __init__(self, size, num_envs, obs_shape, device):
+        """`obs_shape` is (stack, *frame)."""
+        self.size = size
+        self.num_envs = num_envs
+        self.device = device
+        self.stack, *frame = obs_shape
+        self.steps = size // num_envs + self.stack
+        self.rows = self.steps * num_envs
+        with device:
+            self.columns = {
+                "frames": torch.empty(self.rows, *frame, dtype=torch.uint8),  # the newest frame after the step
+                "first": torch.empty(self.rows, dtype=torch.int64),  # the number of the first frame of its game
+                "actions": torch.empty(self.rows, dtype=torch.int64),
+                "rewards": torch.empty(self.rows),
+                "terminated": torch.empty(self.rows),
+            }
+            self.transitions = torch.zeros(size + num_envs, dtype=torch.int64)  # a ring, and behind it room for resets
+            self.first = torch.arange(num_envs)  # the numbers of the first frames of the current games
+            self.stepped = torch.zeros(1, dtype=torch.int64)  # steps of all environments so far
+            self.stored = torch.zeros(1, dtype=torch.int64)  # transitions so far
+            self.stored_before = torch.zeros(self.steps, dtype=torch.int64)  # the same, before each step
+
+    def store(self, obs, actions, rewards, terminated, is_reset):
+        """Store a step of all environments; NumPy or torch, (num_envs, ...).
+
+        `obs`, (num_envs, stack, ...), are the observations after the step, where an episode ended its last one.
+        `is_reset` is true where the step reset an environment and ignored the action.
+        """
+        obs = torch.as_tensor(obs, device=self.device)
+        is_reset = torch.as_tensor(is_reset, device=self.device).bool()
+        env = torch.arange(self.num_envs, device=self.device)
+        number = self.stepped * self.num_envs + env
+
+        # a game's first frame fills its stack, but after a lost life the stack goes on
+        starts_game = is_reset & (obs[:, :-1] == obs[:, -1:]).flatten(1).all(1)
+        self.first.copy_(torch.where(starts_game, number, self.first))
+
+        step = {"frames": obs[:, -1], "first": self.first}
+        step |= {"actions": actions, "rewards": rewards, "terminated": terminated}
+        for name, column in self.columns.items():
+            values = torch.as_tensor(step[name], device=self.device).to(column.dtype)
+            column.index_copy_(0, number % self.rows, values)
+
+        count = (~is_reset).cumsum(0)
+        place = torch.where(is_reset, self.size + env, (self.stored + count - 1) % self.size)
+        self.transitions.index_copy_(0, place, number)
+        self.stored_before.index_copy_(0, self.stepped % self.steps, self.stored)
+        self.stored.add_(count[-1])
+        self.stepped.add_(1)
+
+    def sample(self, uniform):
+        """A transition for each number in `uniform`, (batch,), float64, from [0, 1).
+
+        Returns obs and next_obs, (batch, stack, ...), bytes that share memory; actions, rewards, terminated, (batch,).
+        """
+        oldest = self.stored_before[(self.stepped + self.stack) % self.steps]
+        drawn = oldest + (uniform * (self.stored - oldest)).long()
+        number = self.transitions[drawn % self.size]
+        row = number % self.rows
+
+        steps_back = torch.arange(self.stack, -1, -1, device=self.device)
+        numbers = torch.maximum(number[:, None] - steps_back * self.num_envs, self.columns["first"][row][:, None])
+        rows = numbers % self.rows
+        frames = self.columns["frames"].index_select(0, rows.flatten()).unflatten(0, rows.shape)  # faster than [rows]
+        outcomes = [self.columns[name][row] for name in ("actions", "rewards", "terminated")]
+        return frames[:, :-1], frames[:, 1:], *outcomes
+
+    def tensors(self, stepped):
+        """All tensors by name; of the columns the part that is filled after so many steps."""
+        columns = {name: column[: stepped * self.num_envs] for name, column in self.columns.items()}
+        counters = {"first_now": self.first, "stepped": self.stepped, "stored": self.stored}
+        return columns | counters | {"transitions": self.transitions, "stored_before": self.stored_before}
+
+    def state_dict(self):
+        """What is stored, in the memory where it is: a checkpoint needs no copy of gigabytes.
+
+        `from_dlpack` gives each tensor a storage of its own: of a slice torch.save would write the whole tensor.
+        """
+        return {name: torch.from_dlpack(tensor) for name, tensor in self.tensors(int(self.stepped)).items()}
+
+    def load_state_dict(self, state):
+        """Continue from what `state_dict` returned."""
+        for name, tensor in self.tensors(int(state["stepped"])).items():
+            tensor.copy_(state[name])
+
+
+def make_replay(args, obs_shape, device):
+    """A FrameReplay on `device`, if it fits there."""
+    if args.buffer_size < 2 * args.num_envs:  # every second step may be a reset
+        refuse("buffer_size", args.buffer_size, f"give at least 2 * --num-envs, {2 * args.num_envs}")
+    bytes_each = math.prod(obs_shape[1:]) + 40  # a frame, and a row of the other tensors
+    require_memory("buffer_size", args.buffer_size, bytes_each, device)
+    return FrameReplay(args.buffer_size, args.num_envs, obs_shape, device)
+
+
+def require_memory(name, value, bytes_each, device):
+    """Refuse an argument, the number of things of `bytes_each`, if these do not fit into the memory of `device`."""
+    if device.type == "cuda":
+        memory, _ = torch.cuda.mem_get_info()
+    elif hasattr(os, "sysconf"):  # not on Windows
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    room = memory - 2 * 2**30  # the rest is for networks, batches and libraries
+    if value * bytes_each > room:
+        refuse(name, value, f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
+
+
+def train(args):
+    """Train an agent."""
+    device, folder = prepare(args)
+    envs = make_games(args, folder)
+    learner = DQN(args, envs, device)
+    with Run(args, folder, envs, learner) as run:
+        learning_starts = args.learning_starts
+        if not learner.replay.stored:  # also in a run resumed without it
+            learning_starts += run.step
         obs, _ = envs.reset()
-        learner.replay.begin(obs)
-        on_start(run)
+        nothing = np.zeros(args.num_envs)
+        learner.replay.store(obs, nothing, nothing, nothing, np.ones(args.num_envs, bool))
         while run.unfinished():
             actions = learner.act(obs, epsilon(run.step, args))
             obs, rewards, terminated, _, infos = envs.step(actions)
@@ -262,147 +354,6 @@ def train(args, on_start=lambda run: None):
                     learner.update_target()
             if learner.updates and run.step // args.num_envs % LOG_INTERVAL == 0:
                 run.log(learner.losses())
-
-
-class Policy(nn.Module):
-    """What policy.pt2 holds, the greedy policy: (batch, 4, 84, 84), bytes, to (batch,)."""
-
-    def __init__(self, q):
-        super().__init__()
-        self.q = q
-
-    def forward(self, obs):
-        return self.q(obs).argmax(-1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the algorithm stands on: replay buffer, games
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class FrameReplay:
-    """A replay buffer for observations that are stacks of the newest frames. It stores each frame once, in bytes.
-
-    There are two rings. `frames` has a row for each step of all environments: the newest frame of each observation.
-    `transitions` leaves out the steps that reset an environment and ignored the action. `sample` draws from the newest
-    `size // num_envs` steps; `frames` is longer by a stack, so that none of theirs is overwritten.
-
-    A game's first frame fills its stack. After a lost life the stack goes on, as in envpool: `sample` returns the very
-    observations that `store` was given.
-
-    Nothing here waits for the device, and all shapes are fixed: CUDA graphs can replay it.
-    """
-
-    PIECE = 2**15  # rows of a checkpoint's pieces: 231 MB of Atari's frames
-
-    def __init__(self, size, num_envs, obs_shape, device, storage):
-        """`obs_shape` is (stack, *frame). The buffer is on the device `storage`; batches are for `device`."""
-        self.num_envs = num_envs
-        self.stack, *frame = obs_shape
-        self.device = device
-        self.storage = storage
-        steps = size // num_envs
-        self.size = steps * num_envs
-        self.rows = steps + self.stack
-        room = self.size + num_envs  # rows behind the ring take what is not to be stored
-        with storage:
-            self.frames = torch.empty(self.rows * num_envs, *frame, dtype=torch.uint8)
-            self.transitions = {
-                "newest": torch.empty(room, dtype=torch.int64),  # place in `frames` of the next observation's last one
-                "depth": torch.empty(room, dtype=torch.int64),  # number of earlier frames of its game, at most a stack
-                "actions": torch.empty(room, dtype=torch.int64),
-                "rewards": torch.empty(room),
-                "terminated": torch.empty(room),
-            }
-            self.depth = torch.zeros(num_envs, dtype=torch.int64)  # of the newest frames
-            self.written = torch.zeros(1, dtype=torch.int64)  # steps of all environments so far
-            self.stored = torch.zeros(1, dtype=torch.int64)  # transitions so far
-            self.stored_before = torch.zeros(self.rows, dtype=torch.int64)  # the same, before each row of `frames`
-
-    def begin(self, obs):
-        """Store the first observations, (num_envs, stack, ...)."""
-        nothing = np.zeros(self.num_envs)
-        self.store(obs, nothing, nothing, nothing, is_reset=np.ones(self.num_envs, bool))
-
-    def store(self, obs, actions, rewards, terminated, is_reset):
-        """Store a step of all environments; NumPy or torch, (num_envs, ...).
-
-        `obs`, (num_envs, stack, ...), are the observations after the step, where an episode ended its last one.
-        `is_reset` is true where the step reset an environment and ignored the action.
-        """
-        obs = torch.as_tensor(obs, device=self.storage)
-        is_reset = torch.as_tensor(is_reset, device=self.storage)
-        starts_game = is_reset & (obs[:, :-1] == obs[:, -1:]).flatten(1).all(1)
-        self.depth.add_(1).clamp_(max=self.stack).masked_fill_(starts_game, 0)
-
-        env = torch.arange(self.num_envs, device=self.storage)
-        row = self.written % self.rows
-        newest = row * self.num_envs + env
-        self.frames.index_copy_(0, newest, obs[:, -1])
-        self.stored_before.index_copy_(0, row, self.stored)
-
-        count = (~is_reset).cumsum(0)
-        place = torch.where(is_reset, self.size + env, (self.stored + count - 1) % self.size)
-        values = {"newest": newest, "depth": self.depth}
-        values |= {"actions": actions, "rewards": rewards, "terminated": terminated}
-        for name, column in self.transitions.items():
-            column.index_copy_(0, place, torch.as_tensor(values[name], device=self.storage).to(column.dtype))
-        self.stored.add_(count[-1])
-        self.written.add_(1)
-
-    def sample(self, uniform):
-        """Columns by name, (batch, ...), of transitions, one for each number in `uniform`, (batch,), [0, 1), float64.
-
-        obs and next_obs, (batch, stack, ...), are bytes that share memory.
-        """
-        oldest = self.stored_before.index_select(0, (self.written + self.stack) % self.rows)
-        place = (oldest + (uniform * (self.stored - oldest)).long()) % self.size
-        columns = {name: column.index_select(0, place) for name, column in self.transitions.items()}
-        back = torch.arange(self.stack, -1, -1, device=self.storage)
-        steps_back = torch.minimum(back, columns.pop("depth")[:, None])
-        places = (columns.pop("newest")[:, None] - steps_back * self.num_envs) % len(self.frames)
-        columns["frames"] = self.frames.index_select(0, places.flatten()).unflatten(0, places.shape)
-        columns = {name: column.to(self.device) for name, column in columns.items()}
-        frames = columns.pop("frames")
-        return columns | {"obs": frames[:, :-1], "next_obs": frames[:, 1:]}
-
-    def filled(self, written, stored):
-        """The tensors by name, as far as they are filled after so many steps and transitions."""
-        rows = min(written, self.rows)
-        tensors = {name: column[: min(stored, self.size)] for name, column in self.transitions.items()}
-        tensors |= {"frames": self.frames[: rows * self.num_envs], "stored_before": self.stored_before[:rows]}
-        return tensors | {"newest_depth": self.depth, "written": self.written, "stored": self.stored}
-
-    def state_dict(self):
-        """What is stored, by name, in pieces that share its memory: a checkpoint needs no copy of it all.
-
-        `from_dlpack` gives each piece a storage of its own: of a view torch.save would write the whole tensor.
-        """
-        tensors = self.filled(int(self.written), int(self.stored))
-        return {name: [torch.from_dlpack(x) for x in tensor.split(self.PIECE)] for name, tensor in tensors.items()}
-
-    def load_state_dict(self, state):
-        """Continue from what `state_dict` returned."""
-        tensors = self.filled(int(state["written"][0]), int(state["stored"][0]))
-        for name, tensor in tensors.items():
-            for target, piece in zip(tensor.split(self.PIECE), state[name], strict=True):
-                target.copy_(piece)
-
-
-def make_replay(args, envs, device):
-    """A FrameReplay on `device` if it fits there, else in the host's memory."""
-    if args.buffer_size < 2 * args.num_envs:  # every second step may be a reset
-        refuse("buffer_size", args.buffer_size, f"give at least 2 * --num-envs, {2 * args.num_envs}")
-    obs_shape = envs.single_observation_space.shape
-    bytes_each = math.prod(obs_shape[1:]) + 40  # a frame, and a row of the other tensors
-    storage = device
-    room = 2 * 2**30  # for networks, batches, libraries and graphs
-    if device.type == "cuda" and args.buffer_size * bytes_each > torch.cuda.mem_get_info(device)[0] - room:
-        note("the replay buffer is in the host's memory, since the device has too little")
-        storage = torch.device("cpu")
-    if storage.type == "cpu":
-        require_memory(args, "buffer_size", bytes_each)
-    return FrameReplay(args.buffer_size, args.num_envs, obs_shape, device, storage)
 
 
 class AtariEnvs(gym.vector.VectorEnv):
@@ -419,7 +370,6 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.pool = make_pool(args, seed)
         self.single_observation_space = self.pool.observation_space
         self.single_action_space = self.pool.action_space
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.ended = np.zeros(self.num_envs, bool)
 
     def reset(self, *, seed=None, options=None):
@@ -435,12 +385,10 @@ class AtariEnvs(gym.vector.VectorEnv):
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions.astype(np.int32))
         game_over = infos["terminated"].astype(bool)
-        game_ended = game_over | truncated
+        infos = {"raw_rewards": infos["reward"], "game_ended": game_over | truncated, "is_reset": self.ended}
         terminated = terminated | game_over  # envpool calls a game over in the last step before the limit truncated
         truncated = truncated & ~terminated
-        is_reset = self.ended
         self.ended = terminated | truncated
-        infos = {"raw_rewards": infos["reward"], "game_ended": game_ended, "is_reset": is_reset}
         return obs, rewards, terminated, truncated, infos
 
     def render(self):
@@ -450,49 +398,30 @@ class AtariEnvs(gym.vector.VectorEnv):
 
 def make_pool(args, seed):
     """`num_envs` games in envpool, which steps them in threads."""
+    require_memory("num_envs", args.num_envs, 1_300_000, torch.device("cpu"))
     try:
-        import envpool
-        from envpool.registration import registry
-    except ImportError as error:
-        refuse("env_id", args.env_id, f"pip install envpool, which has the games ({one_line(error)})")
-    games = [game for game, (module, *_) in registry.specs.items() if module == "envpool.atari"]
-    if args.env_id not in games:
-        nearest = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
-        refuse("env_id", args.env_id, f"name a game that envpool has, such as {', '.join(nearest)}")
-    require_memory(args, "num_envs", bytes_each=1_300_000)
-    return envpool.make(
-        args.env_id,
-        env_type="gymnasium",
-        num_envs=args.num_envs,
-        seed=seed % 2**31,  # envpool's limit
-        episodic_life=True,
-        reward_clip=True,
-        render_mode="rgb_array" if args.capture_video else None,
-    )
+        return envpool.make(
+            args.env_id,
+            env_type="gymnasium",
+            num_envs=args.num_envs,
+            seed=seed % 2**31,  # envpool's limit
+            episodic_life=True,
+            reward_clip=True,
+            render_mode="rgb_array" if args.capture_video else None,
+        )
+    except (AssertionError, TypeError) as error:
+        refuse("env_id", args.env_id, f"name an Atari game of envpool, such as Breakout-v5 ({error})")
 
 
 def make_games(args, folder):
     """`num_envs` games that step together; videos of the first one go to `folder`."""
     seed = args.seed
     if args.resume is not None:
-        seed += load_checkpoint(args).get("global_step", 0)
+        seed += load_checkpoint(args.resume).get("global_step", 0)  # a resumed run plays other games
     envs = AtariEnvs(args, seed)
     if args.capture_video:
-        try:
-            return gym.wrappers.vector.RecordVideo(envs, str(folder / "videos"), record_first_only=True)
-        except Exception as error:
-            refuse("capture_video", True, f"games cannot be recorded here: {one_line(error)}")
+        envs = gym.wrappers.vector.RecordVideo(envs, str(folder / "videos"), record_first_only=True)
     return envs
-
-
-def check_replay(args):
-    """Refuse sizes that do not fit together."""
-    if args.buffer_size < args.num_envs:
-        refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
-    if args.batch_size > args.buffer_size:
-        refuse("batch_size", args.batch_size, f"give at most --buffer-size, {args.buffer_size}")
-    if args.learning_starts >= args.total_timesteps:
-        note(f"--learning-starts {args.learning_starts} is not before the end of the run: nothing will be learned")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -503,46 +432,24 @@ def check_replay(args):
 def parse_args():
     """The command line; with --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
-    if args.resume is None:
-        return args
-    saved = load_checkpoint(args).get("args", {})
-    defaults = {name: value for name, value in saved.items() if name in vars(args)}
-    if len(defaults) < len(saved):
-        note(f"ignoring flags of the checkpoint that this script lacks: {', '.join(saved.keys() - defaults.keys())}")
-    return tyro.cli(Args, default=Args(**defaults), description=__doc__)
-
-
-def note(text):
-    """Tell the user, if anybody reads stderr."""
-    with suppress(OSError):
-        print(f"note: {text}", file=sys.stderr)
+    if args.resume is not None:
+        saved = load_checkpoint(args.resume).get("args", {})
+        defaults = {name: value for name, value in saved.items() if name in vars(args)}
+        args = tyro.cli(Args, default=Args(**defaults), description=__doc__)
+    return args
 
 
 def refuse(name, value, remedy):
     """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def one_line(error):
-    """What an error says, in one line."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 400)
-
-
-def require_memory(args, name, bytes_each):
-    """Refuse a count, argument `name`, of things that do not fit into memory, `bytes_each` each."""
-    if not hasattr(os, "sysconf"):  # on Windows
-        return
-    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
-    if getattr(args, name) * bytes_each > limit:
-        refuse(name, getattr(args, name), f"give at most {limit // bytes_each}, which takes {limit / 1e9:.0f} GB")
-
-
 def prepare(args):
-    """Check the arguments, seed NumPy and torch, and return the device."""
+    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
     for name, value in vars(args).items():
-        low = 1 if name in AT_LEAST_1 else 1e-12 if name in POSITIVE else 0
-        high = 1 if name in AT_MOST_1 else 1e12
+        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -550,26 +457,28 @@ def prepare(args):
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed % 2**32)
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    return device, Path(args.run_dir) / name.replace("/", "_")
 
 
-def load_checkpoint(args):
-    """What a run's `save` wrote to the folder or file in --resume, on the CPU."""
-    path = Path(args.resume)
+def load_checkpoint(resume):
+    """What a run's `save` wrote to this folder or file, on the CPU."""
+    path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
-        refuse("resume", args.resume, f"give the folder of a run with an intact checkpoint.pt ({one_line(error)})")
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def replace_file(path, write):
-    """Replace the file at `path` atomically by what `write(file)` writes: a crash leaves the old or the new file."""
+    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
@@ -581,14 +490,8 @@ def replace_file(path, write):
         raise OSError(f"could not write {path}: is the disk full?") from error
 
 
-def has_nan(state):
-    """Whether any tensor in nested dictionaries holds a NaN."""
-    tensors = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    return any(tensor.isnan().any() for tensor in tensors)
-
-
 class ProgressBar(tqdm):
-    """A progress bar that keeps working when stderr is closed or full."""
+    """A progress bar that does not mind if stderr is closed."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -598,91 +501,63 @@ class ProgressBar(tqdm):
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
-    Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoint, policy and summary are
-    written. A run that ends before `start` leaves nothing behind.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
+    summary are written.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, folder, envs, learner):
         self.args = args
-        self.device = prepare(args)
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
-        self.folder = Path(args.run_dir) / name.replace("/", "_")
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            refuse("run_dir", args.run_dir, f"give a folder that can be written ({one_line(error)})")
-        self.step = 0
-        self.episodes = 0
-        self.recent_returns = []  # of the last 20 episodes
-        self.steady = None  # step and time when warm-up ended
-        self.signal = None
-        self.started = False
-
-    def start(self, envs, learner):
-        """Restore the learner if the run is resumed, and begin to log."""
+        self.folder = folder
         self.envs = envs
         self.learner = learner
-        if self.args.resume is not None:
-            self.restore()
+        self.step = 0
+        self.episodes = 0
+        self.recent_returns = deque(maxlen=20)
+        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.lengths = np.zeros(args.num_envs, int)
+        self.signal = None
+        if args.resume is not None:
+            self.restore(load_checkpoint(args.resume))
         self.log_step = self.saved_step = self.step
-        self.returns = np.zeros(self.args.num_envs)  # of the current episodes
-        self.first_steps = np.full(self.args.num_envs, self.step)
-        space = envs.single_observation_space
-        is_image = space.dtype == np.uint8 and len(space.shape) > 1
-        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if is_image else torch.float32)
-        with torch.no_grad():
-            learner.policy().eval()(self.example)  # what does not match an edited network fails now
-        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
-        versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
-        self.config = {"compile": False, "cudagraphs": False} | vars(self.args)
-        self.config |= {
-            "script": Path(__file__).stem,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "cores": os.cpu_count(),
-            "versions": versions | {"python": platform.python_version()},
-        }
-        (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
-        shutil.copy(__file__, self.folder)
-        if self.args.track:
-            self.track()
-        self.writer = SummaryWriter(self.folder)
-        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
-        self.bar = ProgressBar(**size, disable=sys.stderr is None)
-        self.bar.set_description("compiling" if self.config["compile"] else "warming up")
-        self.start_time = self.log_time = time.perf_counter()
-        self.started = True
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
+        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
+        self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
+        self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
+        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2))
+        shutil.copy(__file__, folder)
+        if args.track:
+            import wandb
 
-    def restore(self):
-        """Continue from the checkpoint in --resume."""
-        checkpoint = load_checkpoint(self.args)
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+        self.writer = SummaryWriter(folder)
+        size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
+        self.start_time = self.log_time = time.perf_counter()
+
+    def restore(self, checkpoint):
+        """Continue from a checkpoint."""
         try:
             for name in FIXED:
-                value, saved = getattr(self.args, name), checkpoint["args"][name]
-                if value != saved:
-                    refuse(name, value, f"leave it out: the checkpoint has {saved}")
+                if getattr(self.args, name) != checkpoint["args"][name]:
+                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
-            self.recent_returns = checkpoint["returns"]
-        except (KeyError, RuntimeError, ValueError) as error:
-            refuse("resume", self.args.resume, f"the checkpoint does not fit this script: {one_line(error)}")
+            self.recent_returns.extend(checkpoint["returns"])
+        except Exception as error:
+            refuse("resume", self.args.resume, f"this checkpoint does not fit the script: {error!r}")
         if self.step >= self.args.total_timesteps:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
-    def track(self):
-        """Copy the TensorBoard events to Weights & Biases."""
-        try:
-            import wandb
-
-            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity}
-            wandb.init(**names, name=self.folder.name, dir=self.folder, config=self.config, sync_tensorboard=True)
-        except Exception as error:
-            refuse("track", True, f"pip install wandb and `wandb login`, or WANDB_MODE=offline ({one_line(error)})")
-
     def __enter__(self):
-        signals = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
-        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in handled}
+        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
         return self
 
     def on_signal(self, number, frame):
@@ -704,106 +579,64 @@ class Run:
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
+        self.lengths += 1
         for i in ended.nonzero()[0]:
-            self.end_episode(i)
-        if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
-            self.steady = (self.step, time.perf_counter())
-            self.bar.set_description("training", refresh=False)
+            self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
+            self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
+            self.recent_returns.append(float(self.returns[i]))
+            self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
+            self.episodes += 1
+            self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
-
-    def end_episode(self, i):
-        """Log the episode that is over in environment `i`."""
-        self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
-        length = (self.step - self.first_steps[i]) // self.args.num_envs
-        self.writer.add_scalar("charts/episodic_length", length, self.step)
-        self.recent_returns = [*self.recent_returns[-19:], float(self.returns[i])]
-        self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
-        self.episodes += 1
-        self.returns[i] = 0
-        self.first_steps[i] = self.step
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
         self.log_time = now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
-        non_finite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
-        if non_finite:
-            self.end_at_nan(f"{non_finite[0]} is {losses[non_finite[0]]}", self.learner.state_dict())
+            if "loss" in name and not math.isfinite(value):
+                self.end_at_nan(f"{name} is {value}")
 
-    def end_at_nan(self, what, state):
-        """End the run with exit code 1 and a line that names the cause."""
-        cause = "a lower learning rate may help"
-        if has_nan([state.get("replay"), state.get("normalizer")]):
-            cause = "the environment returned a NaN, unless a diverged policy sent it one"
-        kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
-        raise SystemExit(f"error: step {self.step}: {what}; {cause}; {kept}")
+    def end_at_nan(self, what):
+        """End the run with exit code 1; a checkpoint from before remains."""
+        causes = "NaN in observations or rewards, or too high a learning rate"
+        raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
-        """Write checkpoint.pt and policy.pt2; end the run if there is a NaN in what is to be saved."""
+        """Write checkpoint.pt and policy.pt2."""
         state = self.learner.state_dict()
-        if has_nan(state):
-            self.end_at_nan("the checkpoint would hold a NaN", state)
+        floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+        if any(tensor.isnan().any() for tensor in floats):
+            self.end_at_nan("the checkpoint would hold NaN")
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
-        checkpoint |= {"returns": self.recent_returns, "learner": state}
+        checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         self.saved_step = self.step
-        try:
-            batch = torch.export.Dim("batch")
-            program = torch.export.export(self.learner.policy().eval(), (self.example,), dynamic_shapes=({0: batch},))
-        except Exception as error:  # of an edited policy
-            return note(f"no policy.pt2: {one_line(error)}")
+        policy, inputs = self.learner.policy()
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def __exit__(self, kind, error, traceback):
+        wall_seconds = time.perf_counter() - self.start_time
         try:
-            if self.started:
-                self.finish(error)
-            else:
-                shutil.rmtree(self.folder, ignore_errors=True)
-        finally:
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-        if self.signal is not None and not isinstance(error, SystemExit):
-            if isinstance(error, Exception):
-                note(f"after the signal: {one_line(error)}")
-            raise SystemExit(128 + self.signal)
-
-    def finish(self, error):
-        """Write what a started run leaves behind; `error` is what ended it, or None."""
-        end_time = time.perf_counter()
-        try:
-            if error is None or isinstance(error, Exception):
+            if kind is None or issubclass(kind, Exception):  # not at NaN, and not at a second Ctrl-C
                 self.save()
-        except BaseException as saving_error:
-            if error is None:
-                raise
-            note(f"no checkpoint: {one_line(saving_error)}")
         finally:
-            self.write_summary(end_time)
+            results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
+            finite = [value for value in self.recent_returns if math.isfinite(value)]
+            results["episodic_return"] = float(np.mean(finite)) if finite else None
+            (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
             self.envs.close()
             self.writer.close()
-            with suppress(OSError):
-                self.bar.close()
-
-    def write_summary(self, end_time):
-        """Write summary.json: the configuration, and what came of it."""
-        steady_step, steady_time = self.steady or (self.step, end_time)
-        mean_return = float(np.mean(self.recent_returns)) if self.recent_returns else math.nan
-        results = {
-            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
-            "global_step": self.step,
-            "episodes": self.episodes,
-            "episodic_return": mean_return if math.isfinite(mean_return) else None,
-            "steady_sps": (self.step - steady_step) / (end_time - steady_time) if self.step > steady_step else None,
-            "warmup_seconds": steady_time - self.start_time if self.steady else None,
-            "wall_seconds": end_time - self.start_time,
-        }
-        (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
+            self.bar.close()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
+            raise SystemExit(128 + self.signal)
 
 
 if __name__ == "__main__":
@@ -813,14 +646,7 @@ if __name__ == "__main__":
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
-#     "torch==2.13.0",
-#     "tensordict==0.15.3",
-#     "gymnasium==1.4.0",
-#     "numpy==2.4.6",
-#     "tyro==1.0.17",
-#     "tqdm==4.70.1",
-#     "tensorboard==2.21.0",
-#     "wandb==0.31.0",
-#     "envpool==1.2.5",
+#     "torch==2.13.0", "gymnasium==1.4.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0", "envpool==1.2.5",
 # ]
 # ///

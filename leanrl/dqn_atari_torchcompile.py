@@ -3,133 +3,90 @@
 The updates are those of the plain twin, dqn_atari.py; actions come from a network that lacks the newest update. What
 makes this file fast:
 
-1. The parameters of a network, and so their gradients, are one flat vector: Adam is a few operations (`FlatNetwork`).
-2. Each frame is stored once, in bytes, on the device if it fits there, where batches are gathered (`FrameReplay`).
-3. An environment step costs two copies in, of frames and outcomes, and one copy out, of actions (`DQN.observe`).
-4. `--compile` makes one graph each of storing, acting, sampling and an update (`DQN.update_q`).
-5. `--cudagraphs` replays acting (`DQN.act`), storing (`DQN.store`) and an update (`DQN.learn`), each one CUDA graph.
-6. envpool steps the games while the device updates: the host waits only for its next actions (`train`).
-7. On a CPU convolutions run on channels-last images, and freed memory is reused (`keep_freed_memory`).
+1. `--compile` makes one graph of an update, from sampling to Adam, and one of storing and acting; `--cudagraphs`
+   launches each at once (`DQN.fast`).
+2. Each frame is stored once, in bytes, on the device, where batches are put together (`FrameReplay`).
+3. An environment step costs two copies in, of frames and of outcomes, and one copy out, of actions (`DQN.observe`).
+4. The games step while a CUDA device updates: the host waits only for its next actions (`train`).
 
     python leanrl/dqn_atari_torchcompile.py --env-id Breakout-v5 --compile --cudagraphs
 """
 
 import copy
-import ctypes
-import difflib
 import json
-import logging
 import math
 import os
-import platform
 import shutil
 import signal
 import sys
-import textwrap
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+import envpool
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
 from tensordict.nn import CudaGraphModule
 from torch import nn
-from torch.func import functional_call, vmap
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 LOG_INTERVAL = 100  # vector steps between two logs of the losses
-GRAPH_WARMUP = 3  # the call at which a CUDA graph is captured; compilation is over by then
-OUTCOMES = {"actions": (), "rewards": (), "terminated": (), "is_reset": ()}  # a step's columns, and their shapes
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
 
 @dataclass
 class Args:
-    env_id: str = "Breakout-v5"
-    """Atari game, by envpool's name"""
-    total_timesteps: int = 10_000_000
-    """environment steps of the whole run, over all environments, each of four frames"""
-    num_envs: int = 1
-    """games that step together"""
-    buffer_size: int = 1_000_000
-    """transitions in the replay buffer, 7.1 GB for a million: on the device if it fits, else in the host's memory"""
-    checkpoint_replay: bool = True
-    """save the replay buffer in checkpoints; a run that is resumed without it fills it again before it learns"""
-    gamma: float = 0.99
-    """discount factor"""
-    tau: float = 1.0
-    """target smoothing coefficient (1: copy)"""
-    batch_size: int = 32
-    """transitions per update"""
-    learning_starts: int = 80_000
-    """environment steps before the first update"""
-    learning_rate: float = 1e-4
-    """learning rate of the Q-network"""
-    train_frequency: int = 4
-    """environment steps between two updates"""
-    target_network_frequency: int = 1000
-    """environment steps between two updates of the target network"""
-    start_e: float = 1.0
-    """probability of a random action at the first step"""
-    end_e: float = 0.01
-    """probability of a random action at the end of exploration"""
-    exploration_fraction: float = 0.1
-    """fraction of --total-timesteps over which this probability falls linearly"""
+    env_id: str = "Breakout-v5"  # Atari game in envpool
+    total_timesteps: int = 10_000_000  # environment steps of the whole run, over all environments; each has four frames
+    num_envs: int = 1  # environments that step together
+    buffer_size: int = 1_000_000  # transitions in the replay buffer, on the device: a million take 7.1 GB
+    checkpoint_replay: bool = True  # save the replay buffer too; a run resumed without it waits --learning-starts steps
+    gamma: float = 0.99  # discount factor
+    tau: float = 1.0  # target smoothing coefficient
+    batch_size: int = 32  # transitions per update
+    learning_starts: int = 80_000  # environment steps before the first update
+    learning_rate: float = 1e-4  # learning rate of the Q-network
+    train_frequency: int = 4  # environment steps between two updates
+    target_network_frequency: int = 1000  # environment steps between two updates of the target network
+    start_e: float = 1.0  # probability of a random action at the first step
+    end_e: float = 0.01  # probability of a random action at the end of exploration
+    exploration_fraction: float = 0.1  # fraction of --total-timesteps over which this probability falls linearly
 
-    compile: bool = False
-    """compile the updates with torch.compile"""
-    cudagraphs: bool = False
-    """replay acting and learning as CUDA graphs"""
-    compile_mode: CompileMode = "default"
-    """torch.compile's mode"""
+    compile: bool = False  # compile acting and the updates with torch.compile
+    cudagraphs: bool = False  # replay acting and the updates as CUDA graphs
+    compile_mode: CompileMode = "default"  # torch.compile's mode
+    cuda: bool = True  # use a CUDA device if there is one
+    threads: int = 0  # CPU threads of torch (0: torch's default)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem
-    """name of the experiment, part of the run's folder name"""
-    seed: int = 1
-    """seed of the environments, NumPy and torch"""
-    run_dir: str = "runs"
-    """parent folder of all runs"""
-    resume: str | None = None
-    """run to continue: its folder or its checkpoint.pt, whose flags become the defaults"""
-    checkpoint_interval: int = 0
-    """save a checkpoint every so many environment steps (0: only at the end)"""
-    capture_video: bool = False
-    """record videos of the first environment"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "leanrl"
-    """project on Weights & Biases"""
-    wandb_entity: str | None = None
-    """team on Weights & Biases"""
-    cuda: bool = True
-    """use a CUDA device if there is one"""
-    threads: int = 0
-    """CPU threads for torch (0: torch's default)"""
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """precision of float32 matmuls and convolutions (high: TF32, medium: bfloat16)"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    seed: int = 1  # seed of the environments, NumPy and torch
+    run_dir: str = "runs"  # parent folder of all runs
+    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
+    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    capture_video: bool = False  # record videos of the first environment
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # project on Weights & Biases
+    wandb_entity: str | None = None  # team on Weights & Biases
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
 AT_LEAST_1 += ("train_frequency", "target_network_frequency")
 AT_MOST_1 = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
-POSITIVE = ("learning_rate", "exploration_fraction")  # others may be 0, none negative
 FIXED = ("env_id", "num_envs", "buffer_size")  # what a resumed run cannot change
-BETA1, BETA2, EPS = 0.9, 0.999, 1e-8  # Adam's
-RUNNING_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.utils.parametrizations._SpectralNorm)
 
 
-class AtariQNetwork(nn.Module):
+class QNetwork(nn.Module):
     """Q(s, a) of all actions: (batch, 4, 84, 84), bytes, to (batch, num_actions)."""
 
     def __init__(self, num_actions):
@@ -151,154 +108,136 @@ class AtariQNetwork(nn.Module):
         return self.net(obs / 255)
 
 
+class GreedyPolicy(nn.Module):
+    """What policy.pt2 holds, the actions of highest value: (batch, 4, 84, 84), bytes, to (batch,)."""
+
+    def __init__(self, q):
+        super().__init__()
+        self.q = q
+
+    def forward(self, obs):
+        return self.q(obs).argmax(-1)
+
+
 class DQN:
     """The learner. CUDA graphs replay kernels, not Python: what changes in training is a tensor, updated in place."""
-
-    warmup_updates = GRAPH_WARMUP  # until updates are compiled and captured
 
     def __init__(self, args, envs, device):
         self.args = args
         self.device = device
-        self.cudagraphs = args.cudagraphs and device.type == "cuda"
-        self.num_envs = envs.num_envs
+        self.obs_shape = envs.single_observation_space.shape
         self.num_actions = int(envs.single_action_space.n)
         with device:
-            q = AtariQNetwork(self.num_actions)
-        self.q = FlatNetwork(q)
-        self.target_q = FlatNetwork(copy.deepcopy(q))
-        self.optimizers = {"q": Adam(self.q.weights, args.learning_rate)}
-        self.scalars = Scalars(device)
+            self.q = QNetwork(self.num_actions)
+            self.target_q = copy.deepcopy(self.q)
+        self.networks = {"q": self.q, "target_q": self.target_q}
+        self.optimizers = {"q": Adam(self.q.parameters(), args.learning_rate)}
+        self.scalars = {name: torch.zeros((), device=device) for name in ("q_values", "td_loss")}
+        self.replay = make_replay(args, self.obs_shape, device)
         self.rng = np.random.default_rng(args.seed)  # for random actions
         self.updates = 0
+        # random numbers are drawn outside of compiled functions, so that all modes draw the same ones
+        self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)
 
-        self.replay = make_replay(args, envs, device)
-        self.replay_on_device = self.replay.storage == device
-        # numbers from [0, 1) that pick a batch, in float64, since float32 is uneven over a million rows
-        self.uniform = torch.empty(args.batch_size, dtype=torch.float64, device=self.replay.storage)
+        # what crosses between host and device: observations, what the steps to them did, and actions
         on_cuda = device.type == "cuda"
-        obs_shape = (self.num_envs, *envs.single_observation_space.shape)
-        self.host_obs = torch.zeros(obs_shape, dtype=torch.uint8, pin_memory=on_cuda)
+        self.host_obs = torch.zeros(args.num_envs, *self.obs_shape, dtype=torch.uint8, pin_memory=on_cuda)
         self.obs = self.host_obs.to(device)  # on a CPU the same memory
-        self.host_outcomes = torch.zeros(self.num_envs, len(OUTCOMES), pin_memory=on_cuda)
-        self.outcomes = self.host_outcomes.to(device)
-        self.host_actions = torch.zeros(self.num_envs, dtype=torch.int64, pin_memory=on_cuda)
+        self.host_outcomes = torch.zeros(args.num_envs, 4, pin_memory=on_cuda)
+        self.outcomes = self.host_outcomes.to(device)  # action, reward, terminated, is_reset
+        self.host_actions = torch.zeros(args.num_envs, dtype=torch.int64, pin_memory=on_cuda)
         self.actions = self.host_actions.to(device)
-        self.actions_arrived = torch.cuda.Event() if on_cuda else HostEvent()
-        slow = on_cuda and args.matmul_precision == "highest"  # CPUs and tensor cores like channels last
-        self.memory_format = torch.contiguous_format if slow else torch.channels_last
-        self.apply_compile_and_cudagraphs()
+        self.actions_arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
+        self.learn = self.fast(self.learn)
+        self.store_and_act = self.fast(self.store_and_act)
 
-    def update_q(self, batch):
-        """One step on the Q-network for a batch, as `FrameReplay.sample` returns it; returns losses by name."""
-        obs = batch["obs"].contiguous(memory_format=self.memory_format)
-        next_obs = batch["next_obs"].contiguous(memory_format=self.memory_format)
+    def learn(self):
+        """One step on the Q-network."""
+        obs, next_obs, actions, rewards, terminated = self.replay.sample(self.uniform)
 
         # TD loss
         with torch.no_grad():
             next_q = self.target_q(next_obs).amax(-1)
-            target = batch["rewards"] + (1 - batch["terminated"]) * self.args.gamma * next_q
-        weights = self.q.weights.detach().requires_grad_()
-        q = self.q(obs, weights=weights).gather(-1, batch["actions"][:, None]).squeeze(-1)
+            target = rewards + (1 - terminated) * self.args.gamma * next_q
+        q = self.q(obs).gather(-1, actions[:, None]).squeeze(-1)
         td_loss = (q - target).square().mean()
-        (gradient,) = torch.autograd.grad(td_loss, weights)
-        self.optimizers["q"].step(self.q.weights, gradient)
-        return {"q_values": q.detach().mean(), "td_loss": td_loss.detach()}
-
-    def learn(self):
-        """One update, with the random numbers in `uniform`."""
-        self.scalars.store(**self.update_q(self.replay.sample(self.uniform)))
+        self.optimizers["q"].step(td_loss)
+        self.store(q_values=q.mean(), td_loss=td_loss)
 
     def update(self):
-        """Launch one update: on a CUDA device it may still run when this returns.
-
-        Random numbers are drawn here: outside compiled functions, so that all modes draw the same ones, and outside
-        CUDA graphs, so that a replay need not set the generator's seed and offset first.
-        """
+        """Launch one update: on a CUDA device it may still run when this returns."""
         self.uniform.uniform_()
         self.learn()
         self.updates += 1
 
+    @torch.no_grad()
     def update_target(self):
-        """Move the target network by `tau` toward the Q-network: with 1, copy it."""
-        self.target_q.weights.lerp_(self.q.weights, self.args.tau)
+        """Move the target network by `tau` toward the Q-network; 1 copies it."""
+        torch._foreach_lerp_(list(self.target_q.parameters()), list(self.q.parameters()), self.args.tau)
 
-    def store(self):
-        """Store the step in `obs` and `outcomes`."""
-        outcomes = split_columns(self.outcomes, OUTCOMES)
-        outcomes["is_reset"] = outcomes["is_reset"].bool()
-        self.replay.store(self.obs, **outcomes)
-
-    def act(self):
-        """Write the actions of the highest values for `obs` to `actions`."""
+    @torch.no_grad()
+    def store_and_act(self):
+        """Store the step in `obs` and `outcomes`, and choose the actions of highest value."""
+        self.replay.store(self.obs, *self.outcomes.unbind(-1))
         self.actions.copy_(self.q(self.obs).argmax(-1))
 
-    def begin(self, obs, exploration):
-        """`observe` the first observations, to which no actions led."""
-        nothing = np.zeros(self.num_envs)
-        self.observe(obs, exploration, nothing, nothing, nothing, is_reset=np.ones(self.num_envs, bool))
+    def observe(self, obs, actions, rewards, terminated, is_reset):
+        """Store a step, as `FrameReplay.store` does, and launch the choice of actions for `obs`; all are NumPy.
 
-    def observe(self, obs, exploration, actions, rewards, terminated, is_reset):
-        """Store a step, as `FrameReplay.store` does, and launch the choice of actions for `obs`.
-
-        Each is random with probability `exploration`, else greedy. `next_actions` has to be called before the next call
-        of this.
+        `next_actions` has to be called before the next call of this.
         """
-        if not self.replay_on_device:
-            self.replay.store(obs, actions, rewards, terminated, is_reset)
         self.host_obs.numpy()[:] = obs
-        self.obs.copy_(self.host_obs, non_blocking=True)
         np.stack((actions, rewards, terminated, is_reset), -1, self.host_outcomes.numpy(), casting="unsafe")
+        self.obs.copy_(self.host_obs, non_blocking=True)
         self.outcomes.copy_(self.host_outcomes, non_blocking=True)
-        self.explore = self.rng.random(self.num_envs) < exploration
-        if not self.explore.all():
-            self.act()
+        self.store_and_act()
         self.host_actions.copy_(self.actions, non_blocking=True)
         self.actions_arrived.record()
-        if self.replay_on_device:
-            self.store()  # while the host steps the environment
 
-    def next_actions(self):
-        """Wait for the actions, but for no update; NumPy, (num_envs,)."""
+    def next_actions(self, exploration):
+        """Wait for the actions, but for no update; each becomes random with probability `exploration`; NumPy."""
         self.actions_arrived.synchronize()
-        random_actions = self.rng.integers(self.num_actions, size=self.num_envs)
-        return np.where(self.explore, random_actions, self.host_actions.numpy())
+        explore = self.rng.random(self.args.num_envs) < exploration
+        random_actions = self.rng.integers(self.num_actions, size=self.args.num_envs)
+        return np.where(explore, random_actions, self.host_actions.numpy())
 
-    def apply_compile_and_cudagraphs(self):
-        """The one place where functions are compiled and captured."""
+    def fast(self, function):
+        """`function`, which has no arguments and no results, compiled and as a CUDA graph where the flags say so."""
         if self.args.compile:
-            mode = self.args.compile_mode
-            # on a CPU, kernels are called from C++
-            options = ON_CUDA if self.device.type == "cuda" else {"cpp_wrapper": True}
-            self.store = compiled(self.store, mode, options)
-            self.act = compiled(self.act, mode, options)
-            self.replay.sample = compiled(self.replay.sample, mode, options)
-            self.update_q = compiled(self.update_q, mode, options)
-        if self.cudagraphs:
-            self.act = CudaGraphModule(self.act, warmup=GRAPH_WARMUP)
-            if self.replay_on_device:
-                self.store = CudaGraphModule(self.store, warmup=GRAPH_WARMUP)
-                self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)
-            else:
-                self.update_q = CudaGraphModule(self.update_q, warmup=GRAPH_WARMUP)
+            torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+            torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
+            options = torch._inductor.list_mode_options(self.args.compile_mode)
+            options["guard_filter_fn"] = needed_guards
+            if self.device.type == "cuda":
+                options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
+            function = torch.compile(function, fullgraph=True, options=options)
+        if self.args.cudagraphs:
+            function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
+        return function
+
+    def store(self, **scalars):
+        """Keep scalars for the log, always in the same memory."""
+        for name, value in scalars.items():
+            self.scalars[name].copy_(value.detach())
 
     def losses(self):
         """The last update's losses by name; waits for that update."""
-        return self.scalars.fetch()
+        return dict(zip(self.scalars, torch.stack(list(self.scalars.values())).tolist(), strict=True))
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU."""
-        return Policy(self.q.cpu_copy())
+        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        return GreedyPolicy(copy.deepcopy(self.q).cpu()), (torch.zeros(2, *self.obs_shape, dtype=torch.uint8),)
 
     def tensors(self):
         """Every tensor that updates change, but the replay buffer. What is missing here is not saved."""
         return {
-            "networks": {"q": self.q.network.state_dict(), "target_q": self.target_q.network.state_dict()},
+            "networks": {name: network.state_dict() for name, network in self.networks.items()},
             "optimizers": {name: optimizer.tensors() for name, optimizer in self.optimizers.items()},
         }
 
     def state_dict(self):
-        """What the learner needs to continue bit for bit: copies on the CPU, but the replay buffer's memory."""
-        return tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), self.tensors()) | {
+        """What the learner needs to continue bit for bit."""
+        return self.tensors() | {
             "replay": self.replay.state_dict() if self.args.checkpoint_replay else {},
             "updates": self.updates,
             "numpy_rng": self.rng.bit_generator.state,
@@ -312,10 +251,7 @@ class DQN:
         load_tensors(tensors, {name: state[name] for name in tensors})
         if state["replay"]:
             self.replay.load_state_dict(state["replay"])
-        else:
-            note("the checkpoint has no replay buffer: --learning-starts steps fill it before learning goes on")
         self.updates = state["updates"]
-        self.warmup_updates += self.updates
         self.rng.bit_generator.state = state["numpy_rng"]
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
@@ -323,7 +259,7 @@ class DQN:
 
 def epsilon(step, args):
     """The probability of a random action at environment step `step`: from start_e down to end_e, then constant."""
-    progress = min(step / (args.exploration_fraction * args.total_timesteps), 1.0)
+    progress = min(step / max(args.exploration_fraction * args.total_timesteps, 1), 1)
     return args.start_e + progress * (args.end_e - args.start_e)
 
 
@@ -332,24 +268,200 @@ def times_due(frequency, step, num_envs):
     return step // frequency - (step - num_envs) // frequency
 
 
-def train(args, on_start=lambda run: None):
-    """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    keep_freed_memory()
-    with Run(args) as run:
-        check_replay(args)
-        check_compile(args, run.device)
-        envs = make_games(args, run.folder)
-        learner = DQN(args, envs, run.device)
-        run.start(envs, learner)
-        learning_starts = args.learning_starts if learner.replay.stored else run.step + args.learning_starts
+def needed_guards(guards):
+    """Which guards a compiled function checks at each call: not those on layers, imported modules and constants."""
+    not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
+    return [keep and keep_too for keep, keep_too in zip(not_layers, not_globals, strict=True)]
+
+
+class Adam:
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) that can be part of a compiled function, as torch.optim's cannot.
+
+    To change the learning rate at any time, fill the tensor `lr`.
+    """
+
+    beta1, beta2, eps = 0.9, 0.999, 1e-8
+
+    def __init__(self, weights, lr):
+        self.weights = list(weights)
+        self.m = [torch.zeros_like(w) for w in self.weights]
+        self.v = [torch.zeros_like(w) for w in self.weights]
+        device = self.weights[0].device
+        self.lr = torch.tensor(lr, dtype=torch.float64, device=device)
+        self.betas = torch.tensor((self.beta1, self.beta2), dtype=torch.float64, device=device)
+        self.ones = torch.zeros_like(self.betas)  # the same averages as m and v, of ones: they correct the bias
+
+    @torch.no_grad()
+    def step(self, loss):
+        """Move the weights one step against the gradient of `loss`, in place."""
+        gradients = torch.autograd.grad(loss, self.weights)
+        self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
+        torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
+        torch._foreach_mul_(self.v, self.beta2)
+        torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
+
+        # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
+        ones1, ones2 = self.ones.unbind()
+        root = ones2.sqrt()
+        denominator = torch._foreach_sqrt(self.v)
+        torch._foreach_add_(denominator, (self.eps * root).float(), alpha=1)  # without `alpha` the host would wait
+        torch._foreach_mul_(denominator, (ones1 / (self.lr * root)).float())
+        torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
+
+    def tensors(self):
+        """What a resumed run needs."""
+        return {"m": self.m, "v": self.v, "ones": self.ones}
+
+
+class FrameReplay:
+    """A replay buffer for observations that are stacks of the newest frames. It stores each frame once, in bytes.
+
+    Each step of each environment has a number, steps * num_envs + env, and a row in `columns`, that number modulo their
+    length. A step that reset its environment ignored the action: `transitions` are the numbers of the other steps.
+
+    `sample` draws from the newest `size // num_envs` steps; columns are longer by a stack, so that none of their frames
+    is overwritten. Nothing here waits for the device, and all shapes are fixed: CUDA graphs can replay it.
+    """
+
+    def __init__(self, size, num_envs, obs_shape, device):
+        """`obs_shape` is (stack, *frame)."""
+        self.size = size
+        self.num_envs = num_envs
+        self.device = device
+        self.stack, *frame = obs_shape
+        self.steps = size // num_envs + self.stack
+        self.rows = self.steps * num_envs
+        with device:
+            self.columns = {
+                "frames": torch.empty(self.rows, *frame, dtype=torch.uint8),  # the newest frame after the step
+                "first": torch.empty(self.rows, dtype=torch.int64),  # the number of the first frame of its game
+                "actions": torch.empty(self.rows, dtype=torch.int64),
+                "rewards": torch.empty(self.rows),
+                "terminated": torch.empty(self.rows),
+            }
+            self.transitions = torch.zeros(size + num_envs, dtype=torch.int64)  # a ring, and behind it room for resets
+            self.first = torch.arange(num_envs)  # the numbers of the first frames of the current games
+            self.stepped = torch.zeros(1, dtype=torch.int64)  # steps of all environments so far
+            self.stored = torch.zeros(1, dtype=torch.int64)  # transitions so far
+            self.stored_before = torch.zeros(self.steps, dtype=torch.int64)  # the same, before each step
+
+    def store(self, obs, actions, rewards, terminated, is_reset):
+        """Store a step of all environments; NumPy or torch, (num_envs, ...).
+
+        `obs`, (num_envs, stack, ...), are the observations after the step, where an episode ended its last one.
+        `is_reset` is true where the step reset an environment and ignored the action.
+        """
+        obs = torch.as_tensor(obs, device=self.device)
+        is_reset = torch.as_tensor(is_reset, device=self.device).bool()
+        env = torch.arange(self.num_envs, device=self.device)
+        number = self.stepped * self.num_envs + env
+
+        # a game's first frame fills its stack, but after a lost life the stack goes on
+        starts_game = is_reset & (obs[:, :-1] == obs[:, -1:]).flatten(1).all(1)
+        self.first.copy_(torch.where(starts_game, number, self.first))
+
+        step = {"frames": obs[:, -1], "first": self.first}
+        step |= {"actions": actions, "rewards": rewards, "terminated": terminated}
+        for name, column in self.columns.items():
+            values = torch.as_tensor(step[name], device=self.device).to(column.dtype)
+            column.index_copy_(0, number % self.rows, values)
+
+        count = (~is_reset).cumsum(0)
+        place = torch.where(is_reset, self.size + env, (self.stored + count - 1) % self.size)
+        self.transitions.index_copy_(0, place, number)
+        self.stored_before.index_copy_(0, self.stepped % self.steps, self.stored)
+        self.stored.add_(count[-1])
+        self.stepped.add_(1)
+
+    def sample(self, uniform):
+        """A transition for each number in `uniform`, (batch,), float64, from [0, 1).
+
+        Returns obs and next_obs, (batch, stack, ...), bytes that share memory; actions, rewards, terminated, (batch,).
+        """
+        oldest = self.stored_before[(self.stepped + self.stack) % self.steps]
+        drawn = oldest + (uniform * (self.stored - oldest)).long()
+        number = self.transitions[drawn % self.size]
+        row = number % self.rows
+
+        steps_back = torch.arange(self.stack, -1, -1, device=self.device)
+        numbers = torch.maximum(number[:, None] - steps_back * self.num_envs, self.columns["first"][row][:, None])
+        rows = numbers % self.rows
+        frames = self.columns["frames"].index_select(0, rows.flatten()).unflatten(0, rows.shape)  # faster than [rows]
+        outcomes = [self.columns[name][row] for name in ("actions", "rewards", "terminated")]
+        return frames[:, :-1], frames[:, 1:], *outcomes
+
+    def tensors(self, stepped):
+        """All tensors by name; of the columns the part that is filled after so many steps."""
+        columns = {name: column[: stepped * self.num_envs] for name, column in self.columns.items()}
+        counters = {"first_now": self.first, "stepped": self.stepped, "stored": self.stored}
+        return columns | counters | {"transitions": self.transitions, "stored_before": self.stored_before}
+
+    def state_dict(self):
+        """What is stored, in the memory where it is: a checkpoint needs no copy of gigabytes.
+
+        `from_dlpack` gives each tensor a storage of its own: of a slice torch.save would write the whole tensor.
+        """
+        return {name: torch.from_dlpack(tensor) for name, tensor in self.tensors(int(self.stepped)).items()}
+
+    def load_state_dict(self, state):
+        """Continue from what `state_dict` returned."""
+        for name, tensor in self.tensors(int(state["stepped"])).items():
+            tensor.copy_(state[name])
+
+
+def make_replay(args, obs_shape, device):
+    """A FrameReplay on `device`, if it fits there."""
+    if args.buffer_size < 2 * args.num_envs:  # every second step may be a reset
+        refuse("buffer_size", args.buffer_size, f"give at least 2 * --num-envs, {2 * args.num_envs}")
+    bytes_each = math.prod(obs_shape[1:]) + 40  # a frame, and a row of the other tensors
+    require_memory("buffer_size", args.buffer_size, bytes_each, device)
+    return FrameReplay(args.buffer_size, args.num_envs, obs_shape, device)
+
+
+def require_memory(name, value, bytes_each, device):
+    """Refuse an argument, the number of things of `bytes_each`, if these do not fit into the memory of `device`."""
+    if device.type == "cuda":
+        memory, _ = torch.cuda.mem_get_info()
+    elif hasattr(os, "sysconf"):  # not on Windows
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    room = memory - 2 * 2**30  # the rest is for networks, batches and libraries
+    if value * bytes_each > room:
+        refuse(name, value, f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
+
+
+def load_tensors(tensors, saved):
+    """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
+
+    def load(tensor, value):
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            raise ValueError(f"{value.dtype} {tuple(value.shape)} instead of {tensor.dtype} {tuple(tensor.shape)}")
+        tensor.detach().copy_(value)
+
+    tree_map(load, tensors, saved)
+
+
+def train(args):
+    """Train an agent."""
+    device, folder = prepare(args)
+    if args.cudagraphs and device.type == "cpu":
+        print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
+        args.cudagraphs = False
+    envs = make_games(args, folder)
+    learner = DQN(args, envs, device)
+    with Run(args, folder, envs, learner) as run:
+        learning_starts = args.learning_starts
+        if not learner.replay.stored:  # also in a run resumed without it
+            learning_starts += run.step
         obs, _ = envs.reset()
-        learner.begin(obs, epsilon(run.step, args))
-        on_start(run)
+        nothing = np.zeros(args.num_envs)
+        learner.observe(obs, nothing, nothing, nothing, np.ones(args.num_envs, bool))
         while run.unfinished():
-            actions = learner.next_actions()
+            actions = learner.next_actions(epsilon(run.step, args))
             obs, rewards, terminated, _, infos = envs.step(actions)  # while CUDA runs the last update
-            exploration = epsilon(run.step + args.num_envs, args)
-            learner.observe(obs, exploration, actions, rewards, terminated, infos["is_reset"])
+            learner.observe(obs, actions, rewards, terminated, infos["is_reset"])
             run.advance(infos["raw_rewards"], infos["game_ended"])
             if run.step > learning_starts:
                 for _ in range(times_due(args.train_frequency, run.step, args.num_envs)):
@@ -358,380 +470,6 @@ def train(args, on_start=lambda run: None):
                     learner.update_target()
             if learner.updates and run.step // args.num_envs % LOG_INTERVAL == 0:
                 run.log(learner.losses())
-
-
-class Policy(nn.Module):
-    """What policy.pt2 holds, the greedy policy: (batch, 4, 84, 84), bytes, to (batch,)."""
-
-    def __init__(self, q):
-        super().__init__()
-        self.q = q
-
-    def forward(self, obs):
-        return self.q(obs).argmax(-1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What makes it fast: flat networks, Adam, replay buffer on the device, compilation, games in threads
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class FlatNetwork:
-    """A network whose parameters are views of one flat vector, `weights`, which requires no gradient.
-
-    `flat(*inputs)` calls the network. To learn, call `flat(*inputs, weights=w)` with
-    `w = flat.weights.detach().requires_grad_()`: calls without `w` give no gradient. The members of an
-    nn.ModuleList are called together: outputs get a leading dimension.
-
-    Each parameter starts on a 64-byte boundary, for fast loads. Matrices are stored transposed: the gradient of a
-    batched matmul then needs no copy.
-    """
-
-    def __init__(self, network, batched=True, pin_memory=False):
-        """`batched` calls the members of an nn.ModuleList as one network: faster if compiled or captured."""
-        self.network = network
-        self.several = isinstance(network, nn.ModuleList)
-        self.batched = batched and self.several
-        self.members = list(network) if self.several else [network]
-        first = self.members[0]
-        for layer in first.modules():
-            if isinstance(layer, RUNNING_STATISTICS) or hasattr(layer, "weight_u"):  # of the old spectral_norm
-                raise ValueError("flat networks cannot hold statistics (BatchNorm, spectral norm): use LayerNorm")
-        if any(repr(member) != repr(first) for member in self.members):
-            raise ValueError("the members of a ModuleList must have the same layers")
-        for buffers in zip(*(member.buffers() for member in self.members), strict=True):
-            if any(not torch.equal(buffer, buffers[0]) for buffer in buffers):
-                raise ValueError("the members of a ModuleList share the first one's buffers: these must be equal")
-        if len({parameter.requires_grad for parameter in first.parameters()}) > 1:
-            raise ValueError("flat networks learn all of their parameters: register frozen ones as buffers")
-        self.shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
-        self.tied = len(self.shapes) < len(list(first.named_parameters(remove_duplicate=False)))
-        self.sizes = []  # of each parameter, and of the padding behind it
-        for shape in self.shapes.values():
-            size = len(self.members) * shape.numel()
-            self.sizes += [size, -size % 16]
-        device = next(first.parameters()).device
-        self._weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
-        for name, view in self.views(self.weights).items():
-            for member, value in zip(self.members, view if self.several else [view], strict=True):
-                parameter = member.get_parameter(name)
-                value.copy_(parameter.detach())
-                parameter.requires_grad_(False)
-                parameter.data = value
-
-    @property
-    def weights(self):
-        """The flat vector. Change it in place: the network's parameters, and CUDA graphs, stay where they are."""
-        return self._weights
-
-    def views(self, weights):
-        """Parameters by name as views of a flat vector; those of several members have a leading dimension."""
-        lead = (len(self.members),) if self.several else ()
-        parameters = weights.split(self.sizes)[::2]  # every other piece is padding
-        views = {}
-        for (name, shape), parameter in zip(self.shapes.items(), parameters, strict=True):
-            if len(shape) == 2:
-                views[name] = parameter.view(*lead, *reversed(shape)).mT
-            else:
-                views[name] = parameter.view(*lead, *shape)
-        return views
-
-    def unbind(self, view):
-        """The members' parts of a parameter; matrices as they are stored, so that their gradients need no copies."""
-        return [part.mT for part in view.mT.unbind()] if view.ndim == 3 else view.unbind()
-
-    def call(self, parameters, *inputs):
-        return functional_call(self.members[0], parameters, inputs, tie_weights=self.tied)
-
-    def __call__(self, *inputs, weights=None):
-        """The network's outputs, (batch, ...), or those of all members, (members, batch, ...)."""
-        if weights is None and not self.batched and not torch.compiler.is_compiling():
-            return self.stack([member(*inputs) for member in self.members])  # eager functional_call costs time
-        views = self.views(self.weights if weights is None else weights)
-        if not self.several:
-            return self.call(views, *inputs)
-        if self.batched:
-            inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
-            return vmap(self.call, randomness="different")(views, *inputs)
-        members = zip(*map(self.unbind, views.values()), strict=True)
-        return self.stack([self.call(dict(zip(views, member, strict=True)), *inputs) for member in members])
-
-    def stack(self, outputs):
-        """The members' outputs with a leading dimension; a single network's as they are."""
-        return tree_map(lambda *tensors: torch.stack(tensors), *outputs) if self.several else outputs[0]
-
-    def cpu_copy(self):
-        """A copy of the network on the CPU, with parameters that are contiguous as torch.export likes them."""
-        network = copy.deepcopy(self.network).cpu()
-        for parameter in network.parameters():
-            parameter.data = parameter.data.contiguous()
-        return network
-
-
-class Adam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) for one flat vector.
-
-    `optimizer.lr = 1e-4` works at any time: attributes are tensors, which assignment fills in place, so that CUDA
-    graphs and checkpoints see the change.
-
-    torch.optim's Adam compiles too, but computes powers of the betas once per parameter: in float32 they are wrong in
-    the fifth digit, in float64 they take 6% of a compiled update. Running products do without.
-    """
-
-    def __init__(self, weights, lr):
-        self.lr = torch.as_tensor(lr, dtype=torch.float64, device=weights.device)
-        self.m = torch.zeros_like(weights)
-        self.v = torch.zeros_like(weights)
-        self._betas = torch.tensor((BETA1, BETA2), dtype=torch.float64, device=weights.device)
-        self.decay = torch.ones_like(self._betas)  # beta1**t and beta2**t after t steps
-
-    def __setattr__(self, name, value):
-        if name in vars(self) and torch.is_tensor(value):
-            vars(self)[name].copy_(value)
-        elif name in vars(self):
-            vars(self)[name].fill_(value)  # unlike a copy from the CPU this does not wait for the device
-        elif torch.is_tensor(value):
-            super().__setattr__(name, value)
-        else:
-            raise TypeError(f"Adam.{name} must be a tensor: CUDA graphs freeze Python values, checkpoints lack them")
-
-    def step(self, weights, gradient):
-        """Move `weights` one step against `gradient`, in place."""
-        self.decay.mul_(self._betas).clamp_(min=1e-30)  # denormal numbers, after 7000 steps, would be slow
-        self.m.lerp_(gradient, 1 - BETA1)
-        self.v.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
-        correction1, correction2 = (1 - self.decay).unbind()
-        root = correction2.sqrt()
-        # lr * m_hat / (sqrt(v_hat) + eps): the corrections and lr are in the denominator, also right for lr = 0
-        denominator = self.v.sqrt().add_(EPS * root).mul_(correction1 / (self.lr * root))
-        weights.addcdiv_(self.m, denominator, value=-1)
-
-    def tensors(self):
-        """What a resumed run needs, by name: all but the learning rate and the betas, which are the script's."""
-        return {name: tensor for name, tensor in vars(self).items() if name not in ("lr", "_betas")}
-
-
-class Scalars:
-    """Numbers to log, which stay on the device until they are fetched."""
-
-    def __init__(self, device):
-        self.device = device
-        self.groups = {}  # names of scalars that are stored together, and their memory
-
-    def store(self, **scalars):
-        """Store detached 0-dimensional tensors by name, always in the same memory."""
-        names = tuple(scalars)
-        if names not in self.groups:
-            self.groups[names] = torch.zeros(len(names), device=self.device)
-        torch.stack(list(scalars.values()), out=self.groups[names])
-
-    def fetch(self):
-        """The newest values by name; waits for the device."""
-        return {n: v for names, values in self.groups.items() for n, v in zip(names, values.tolist(), strict=True)}
-
-
-class FrameReplay:
-    """A replay buffer for observations that are stacks of the newest frames. It stores each frame once, in bytes.
-
-    There are two rings. `frames` has a row for each step of all environments: the newest frame of each observation.
-    `transitions` leaves out the steps that reset an environment and ignored the action. `sample` draws from the newest
-    `size // num_envs` steps; `frames` is longer by a stack, so that none of theirs is overwritten.
-
-    A game's first frame fills its stack. After a lost life the stack goes on, as in envpool: `sample` returns the very
-    observations that `store` was given.
-
-    Nothing here waits for the device, and all shapes are fixed: CUDA graphs can replay it.
-    """
-
-    PIECE = 2**15  # rows of a checkpoint's pieces: 231 MB of Atari's frames
-
-    def __init__(self, size, num_envs, obs_shape, device, storage):
-        """`obs_shape` is (stack, *frame). The buffer is on the device `storage`; batches are for `device`."""
-        self.num_envs = num_envs
-        self.stack, *frame = obs_shape
-        self.device = device
-        self.storage = storage
-        steps = size // num_envs
-        self.size = steps * num_envs
-        self.rows = steps + self.stack
-        room = self.size + num_envs  # rows behind the ring take what is not to be stored
-        with storage:
-            self.frames = torch.empty(self.rows * num_envs, *frame, dtype=torch.uint8)
-            self.transitions = {
-                "newest": torch.empty(room, dtype=torch.int64),  # place in `frames` of the next observation's last one
-                "depth": torch.empty(room, dtype=torch.int64),  # number of earlier frames of its game, at most a stack
-                "actions": torch.empty(room, dtype=torch.int64),
-                "rewards": torch.empty(room),
-                "terminated": torch.empty(room),
-            }
-            self.depth = torch.zeros(num_envs, dtype=torch.int64)  # of the newest frames
-            self.written = torch.zeros(1, dtype=torch.int64)  # steps of all environments so far
-            self.stored = torch.zeros(1, dtype=torch.int64)  # transitions so far
-            self.stored_before = torch.zeros(self.rows, dtype=torch.int64)  # the same, before each row of `frames`
-
-    def begin(self, obs):
-        """Store the first observations, (num_envs, stack, ...)."""
-        nothing = np.zeros(self.num_envs)
-        self.store(obs, nothing, nothing, nothing, is_reset=np.ones(self.num_envs, bool))
-
-    def store(self, obs, actions, rewards, terminated, is_reset):
-        """Store a step of all environments; NumPy or torch, (num_envs, ...).
-
-        `obs`, (num_envs, stack, ...), are the observations after the step, where an episode ended its last one.
-        `is_reset` is true where the step reset an environment and ignored the action.
-        """
-        obs = torch.as_tensor(obs, device=self.storage)
-        is_reset = torch.as_tensor(is_reset, device=self.storage)
-        starts_game = is_reset & (obs[:, :-1] == obs[:, -1:]).flatten(1).all(1)
-        self.depth.add_(1).clamp_(max=self.stack).masked_fill_(starts_game, 0)
-
-        env = torch.arange(self.num_envs, device=self.storage)
-        row = self.written % self.rows
-        newest = row * self.num_envs + env
-        self.frames.index_copy_(0, newest, obs[:, -1])
-        self.stored_before.index_copy_(0, row, self.stored)
-
-        count = (~is_reset).cumsum(0)
-        place = torch.where(is_reset, self.size + env, (self.stored + count - 1) % self.size)
-        values = {"newest": newest, "depth": self.depth}
-        values |= {"actions": actions, "rewards": rewards, "terminated": terminated}
-        for name, column in self.transitions.items():
-            column.index_copy_(0, place, torch.as_tensor(values[name], device=self.storage).to(column.dtype))
-        self.stored.add_(count[-1])
-        self.written.add_(1)
-
-    def sample(self, uniform):
-        """Columns by name, (batch, ...), of transitions, one for each number in `uniform`, (batch,), [0, 1), float64.
-
-        obs and next_obs, (batch, stack, ...), are bytes that share memory.
-        """
-        oldest = self.stored_before.index_select(0, (self.written + self.stack) % self.rows)
-        place = (oldest + (uniform * (self.stored - oldest)).long()) % self.size
-        columns = {name: column.index_select(0, place) for name, column in self.transitions.items()}
-        back = torch.arange(self.stack, -1, -1, device=self.storage)
-        steps_back = torch.minimum(back, columns.pop("depth")[:, None])
-        places = (columns.pop("newest")[:, None] - steps_back * self.num_envs) % len(self.frames)
-        columns["frames"] = self.frames.index_select(0, places.flatten()).unflatten(0, places.shape)
-        columns = {name: column.to(self.device) for name, column in columns.items()}
-        frames = columns.pop("frames")
-        return columns | {"obs": frames[:, :-1], "next_obs": frames[:, 1:]}
-
-    def filled(self, written, stored):
-        """The tensors by name, as far as they are filled after so many steps and transitions."""
-        rows = min(written, self.rows)
-        tensors = {name: column[: min(stored, self.size)] for name, column in self.transitions.items()}
-        tensors |= {"frames": self.frames[: rows * self.num_envs], "stored_before": self.stored_before[:rows]}
-        return tensors | {"newest_depth": self.depth, "written": self.written, "stored": self.stored}
-
-    def state_dict(self):
-        """What is stored, by name, in pieces that share its memory: a checkpoint needs no copy of it all.
-
-        `from_dlpack` gives each piece a storage of its own: of a view torch.save would write the whole tensor.
-        """
-        tensors = self.filled(int(self.written), int(self.stored))
-        return {name: [torch.from_dlpack(x) for x in tensor.split(self.PIECE)] for name, tensor in tensors.items()}
-
-    def load_state_dict(self, state):
-        """Continue from what `state_dict` returned."""
-        tensors = self.filled(int(state["written"][0]), int(state["stored"][0]))
-        for name, tensor in tensors.items():
-            for target, piece in zip(tensor.split(self.PIECE), state[name], strict=True):
-                target.copy_(piece)
-
-
-def make_replay(args, envs, device):
-    """A FrameReplay on `device` if it fits there, else in the host's memory."""
-    if args.buffer_size < 2 * args.num_envs:  # every second step may be a reset
-        refuse("buffer_size", args.buffer_size, f"give at least 2 * --num-envs, {2 * args.num_envs}")
-    obs_shape = envs.single_observation_space.shape
-    bytes_each = math.prod(obs_shape[1:]) + 40  # a frame, and a row of the other tensors
-    storage = device
-    room = 2 * 2**30  # for networks, batches, libraries and graphs
-    if device.type == "cuda" and args.buffer_size * bytes_each > torch.cuda.mem_get_info(device)[0] - room:
-        note("the replay buffer is in the host's memory, since the device has too little")
-        storage = torch.device("cpu")
-    if storage.type == "cpu":
-        require_memory(args, "buffer_size", bytes_each)
-    return FrameReplay(args.buffer_size, args.num_envs, obs_shape, device, storage)
-
-
-def keep_freed_memory():
-    """Let glibc keep the memory of freed tensors for the next ones: Linux would clear every page that is given back.
-
-    In a compiled update of SAC on a CPU that takes a third of the time.
-    """
-    glibc = ctypes.CDLL(None)
-    trim_threshold, mmap_threshold = -1, -3  # of malloc.h
-    if hasattr(glibc, "mallopt"):
-        glibc.mallopt(trim_threshold, -1)
-        glibc.mallopt(mmap_threshold, 2**25)  # the largest that it takes
-
-
-def split_columns(rows, shapes):
-    """Views of `rows`, (..., width), by column name; `shapes` are those of the columns, which lie side by side."""
-    columns = rows.split([math.prod(shape) for shape in shapes.values()], -1)
-    return {name: x.view(*x.shape[:-1], *shapes[name]) for name, x in zip(shapes, columns, strict=True)}
-
-
-class HostEvent:
-    """A torch.cuda.Event for the CPU, where nothing has to be waited for."""
-
-    def record(self):
-        pass
-
-    def synchronize(self):
-        pass
-
-
-def load_tensors(tensors, saved):
-    """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
-    places, values = dict(tree_leaves_with_path(tensors)), dict(tree_leaves_with_path(saved))
-    unmatched = places.keys() ^ values.keys()
-    if unmatched:
-        raise ValueError(f"only one of them has {min(map(keystr, unmatched))}")
-    for path, tensor in places.items():
-        if tensor.shape != values[path].shape:
-            raise ValueError(f"{keystr(path)} is {tuple(values[path].shape)} and not {tuple(tensor.shape)}")
-        tensor.copy_(values[path])
-
-
-def check_compile(args, device):
-    """Refuse --compile without a compiler, and say so if --cudagraphs cannot be used."""
-    if args.cudagraphs and device.type != "cuda":
-        note("--cudagraphs needs a CUDA device; running without")
-    for name, value in vars(args).items():
-        if name.endswith("compile_mode") and value not in (None, "default") and not args.compile:
-            refuse(name, value, "give --compile too")
-    logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
-    compiler = os.environ.get("CXX", "g++") if device.type == "cpu" else os.environ.get("CC", "gcc")
-    if args.compile and not shutil.which(compiler):
-        refuse("compile", True, f"install {compiler}, which torch.compile needs, or leave it out")
-
-
-def needed_guards(guards):
-    """Which guards a compiled function checks at each call: not those on layers, builtins and imported modules.
-
-    Checking these takes 3 to 4% of a compiled run on a CPU. So a layer's attribute that changes after the first call,
-    `training` included, is not noticed.
-    """
-    needed = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
-    stable = ("__import_", "__builtins_")
-    return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
-
-
-ON_CUDA = {  # inductor's options, mostly for fewer kernels
-    "combo_kernels": True,  # independent small kernels are merged
-    "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
-    "layout_optimization": False,  # the layout of images is the learner's
-}
-
-
-def compiled(function, mode, options):
-    """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
-    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-    torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
-    options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
-    return torch.compile(function, fullgraph=True, options=options)
 
 
 class AtariEnvs(gym.vector.VectorEnv):
@@ -748,7 +486,6 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.pool = make_pool(args, seed)
         self.single_observation_space = self.pool.observation_space
         self.single_action_space = self.pool.action_space
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.ended = np.zeros(self.num_envs, bool)
 
     def reset(self, *, seed=None, options=None):
@@ -764,12 +501,10 @@ class AtariEnvs(gym.vector.VectorEnv):
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions.astype(np.int32))
         game_over = infos["terminated"].astype(bool)
-        game_ended = game_over | truncated
+        infos = {"raw_rewards": infos["reward"], "game_ended": game_over | truncated, "is_reset": self.ended}
         terminated = terminated | game_over  # envpool calls a game over in the last step before the limit truncated
         truncated = truncated & ~terminated
-        is_reset = self.ended
         self.ended = terminated | truncated
-        infos = {"raw_rewards": infos["reward"], "game_ended": game_ended, "is_reset": is_reset}
         return obs, rewards, terminated, truncated, infos
 
     def render(self):
@@ -779,49 +514,30 @@ class AtariEnvs(gym.vector.VectorEnv):
 
 def make_pool(args, seed):
     """`num_envs` games in envpool, which steps them in threads."""
+    require_memory("num_envs", args.num_envs, 1_300_000, torch.device("cpu"))
     try:
-        import envpool
-        from envpool.registration import registry
-    except ImportError as error:
-        refuse("env_id", args.env_id, f"pip install envpool, which has the games ({one_line(error)})")
-    games = [game for game, (module, *_) in registry.specs.items() if module == "envpool.atari"]
-    if args.env_id not in games:
-        nearest = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
-        refuse("env_id", args.env_id, f"name a game that envpool has, such as {', '.join(nearest)}")
-    require_memory(args, "num_envs", bytes_each=1_300_000)
-    return envpool.make(
-        args.env_id,
-        env_type="gymnasium",
-        num_envs=args.num_envs,
-        seed=seed % 2**31,  # envpool's limit
-        episodic_life=True,
-        reward_clip=True,
-        render_mode="rgb_array" if args.capture_video else None,
-    )
+        return envpool.make(
+            args.env_id,
+            env_type="gymnasium",
+            num_envs=args.num_envs,
+            seed=seed % 2**31,  # envpool's limit
+            episodic_life=True,
+            reward_clip=True,
+            render_mode="rgb_array" if args.capture_video else None,
+        )
+    except (AssertionError, TypeError) as error:
+        refuse("env_id", args.env_id, f"name an Atari game of envpool, such as Breakout-v5 ({error})")
 
 
 def make_games(args, folder):
     """`num_envs` games that step together; videos of the first one go to `folder`."""
     seed = args.seed
     if args.resume is not None:
-        seed += load_checkpoint(args).get("global_step", 0)
+        seed += load_checkpoint(args.resume).get("global_step", 0)  # a resumed run plays other games
     envs = AtariEnvs(args, seed)
     if args.capture_video:
-        try:
-            return gym.wrappers.vector.RecordVideo(envs, str(folder / "videos"), record_first_only=True)
-        except Exception as error:
-            refuse("capture_video", True, f"games cannot be recorded here: {one_line(error)}")
+        envs = gym.wrappers.vector.RecordVideo(envs, str(folder / "videos"), record_first_only=True)
     return envs
-
-
-def check_replay(args):
-    """Refuse sizes that do not fit together."""
-    if args.buffer_size < args.num_envs:
-        refuse("buffer_size", args.buffer_size, f"give at least --num-envs, {args.num_envs}")
-    if args.batch_size > args.buffer_size:
-        refuse("batch_size", args.batch_size, f"give at most --buffer-size, {args.buffer_size}")
-    if args.learning_starts >= args.total_timesteps:
-        note(f"--learning-starts {args.learning_starts} is not before the end of the run: nothing will be learned")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -832,46 +548,24 @@ def check_replay(args):
 def parse_args():
     """The command line; with --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
-    if args.resume is None:
-        return args
-    saved = load_checkpoint(args).get("args", {})
-    defaults = {name: value for name, value in saved.items() if name in vars(args)}
-    if len(defaults) < len(saved):
-        note(f"ignoring flags of the checkpoint that this script lacks: {', '.join(saved.keys() - defaults.keys())}")
-    return tyro.cli(Args, default=Args(**defaults), description=__doc__)
-
-
-def note(text):
-    """Tell the user, if anybody reads stderr."""
-    with suppress(OSError):
-        print(f"note: {text}", file=sys.stderr)
+    if args.resume is not None:
+        saved = load_checkpoint(args.resume).get("args", {})
+        defaults = {name: value for name, value in saved.items() if name in vars(args)}
+        args = tyro.cli(Args, default=Args(**defaults), description=__doc__)
+    return args
 
 
 def refuse(name, value, remedy):
     """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def one_line(error):
-    """What an error says, in one line."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 400)
-
-
-def require_memory(args, name, bytes_each):
-    """Refuse a count, argument `name`, of things that do not fit into memory, `bytes_each` each."""
-    if not hasattr(os, "sysconf"):  # on Windows
-        return
-    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
-    if getattr(args, name) * bytes_each > limit:
-        refuse(name, getattr(args, name), f"give at most {limit // bytes_each}, which takes {limit / 1e9:.0f} GB")
-
-
 def prepare(args):
-    """Check the arguments, seed NumPy and torch, and return the device."""
+    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
     for name, value in vars(args).items():
-        low = 1 if name in AT_LEAST_1 else 1e-12 if name in POSITIVE else 0
-        high = 1 if name in AT_MOST_1 else 1e12
+        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -879,26 +573,28 @@ def prepare(args):
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed % 2**32)
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    return device, Path(args.run_dir) / name.replace("/", "_")
 
 
-def load_checkpoint(args):
-    """What a run's `save` wrote to the folder or file in --resume, on the CPU."""
-    path = Path(args.resume)
+def load_checkpoint(resume):
+    """What a run's `save` wrote to this folder or file, on the CPU."""
+    path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
-        refuse("resume", args.resume, f"give the folder of a run with an intact checkpoint.pt ({one_line(error)})")
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def replace_file(path, write):
-    """Replace the file at `path` atomically by what `write(file)` writes: a crash leaves the old or the new file."""
+    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
@@ -910,14 +606,8 @@ def replace_file(path, write):
         raise OSError(f"could not write {path}: is the disk full?") from error
 
 
-def has_nan(state):
-    """Whether any tensor in nested dictionaries holds a NaN."""
-    tensors = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    return any(tensor.isnan().any() for tensor in tensors)
-
-
 class ProgressBar(tqdm):
-    """A progress bar that keeps working when stderr is closed or full."""
+    """A progress bar that does not mind if stderr is closed."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -927,91 +617,63 @@ class ProgressBar(tqdm):
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
-    Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoint, policy and summary are
-    written. A run that ends before `start` leaves nothing behind.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
+    summary are written.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, folder, envs, learner):
         self.args = args
-        self.device = prepare(args)
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
-        self.folder = Path(args.run_dir) / name.replace("/", "_")
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            refuse("run_dir", args.run_dir, f"give a folder that can be written ({one_line(error)})")
-        self.step = 0
-        self.episodes = 0
-        self.recent_returns = []  # of the last 20 episodes
-        self.steady = None  # step and time when warm-up ended
-        self.signal = None
-        self.started = False
-
-    def start(self, envs, learner):
-        """Restore the learner if the run is resumed, and begin to log."""
+        self.folder = folder
         self.envs = envs
         self.learner = learner
-        if self.args.resume is not None:
-            self.restore()
+        self.step = 0
+        self.episodes = 0
+        self.recent_returns = deque(maxlen=20)
+        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.lengths = np.zeros(args.num_envs, int)
+        self.signal = None
+        if args.resume is not None:
+            self.restore(load_checkpoint(args.resume))
         self.log_step = self.saved_step = self.step
-        self.returns = np.zeros(self.args.num_envs)  # of the current episodes
-        self.first_steps = np.full(self.args.num_envs, self.step)
-        space = envs.single_observation_space
-        is_image = space.dtype == np.uint8 and len(space.shape) > 1
-        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if is_image else torch.float32)
-        with torch.no_grad():
-            learner.policy().eval()(self.example)  # what does not match an edited network fails now
-        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
-        versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
-        self.config = {"compile": False, "cudagraphs": False} | vars(self.args)
-        self.config |= {
-            "script": Path(__file__).stem,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "cores": os.cpu_count(),
-            "versions": versions | {"python": platform.python_version()},
-        }
-        (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
-        shutil.copy(__file__, self.folder)
-        if self.args.track:
-            self.track()
-        self.writer = SummaryWriter(self.folder)
-        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
-        self.bar = ProgressBar(**size, disable=sys.stderr is None)
-        self.bar.set_description("compiling" if self.config["compile"] else "warming up")
-        self.start_time = self.log_time = time.perf_counter()
-        self.started = True
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
+        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
+        self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
+        self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
+        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2))
+        shutil.copy(__file__, folder)
+        if args.track:
+            import wandb
 
-    def restore(self):
-        """Continue from the checkpoint in --resume."""
-        checkpoint = load_checkpoint(self.args)
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+        self.writer = SummaryWriter(folder)
+        size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
+        self.start_time = self.log_time = time.perf_counter()
+
+    def restore(self, checkpoint):
+        """Continue from a checkpoint."""
         try:
             for name in FIXED:
-                value, saved = getattr(self.args, name), checkpoint["args"][name]
-                if value != saved:
-                    refuse(name, value, f"leave it out: the checkpoint has {saved}")
+                if getattr(self.args, name) != checkpoint["args"][name]:
+                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
-            self.recent_returns = checkpoint["returns"]
-        except (KeyError, RuntimeError, ValueError) as error:
-            refuse("resume", self.args.resume, f"the checkpoint does not fit this script: {one_line(error)}")
+            self.recent_returns.extend(checkpoint["returns"])
+        except Exception as error:
+            refuse("resume", self.args.resume, f"this checkpoint does not fit the script: {error!r}")
         if self.step >= self.args.total_timesteps:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
-    def track(self):
-        """Copy the TensorBoard events to Weights & Biases."""
-        try:
-            import wandb
-
-            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity}
-            wandb.init(**names, name=self.folder.name, dir=self.folder, config=self.config, sync_tensorboard=True)
-        except Exception as error:
-            refuse("track", True, f"pip install wandb and `wandb login`, or WANDB_MODE=offline ({one_line(error)})")
-
     def __enter__(self):
-        signals = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
-        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in handled}
+        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
         return self
 
     def on_signal(self, number, frame):
@@ -1033,106 +695,64 @@ class Run:
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
+        self.lengths += 1
         for i in ended.nonzero()[0]:
-            self.end_episode(i)
-        if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
-            self.steady = (self.step, time.perf_counter())
-            self.bar.set_description("training", refresh=False)
+            self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
+            self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
+            self.recent_returns.append(float(self.returns[i]))
+            self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
+            self.episodes += 1
+            self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
-
-    def end_episode(self, i):
-        """Log the episode that is over in environment `i`."""
-        self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
-        length = (self.step - self.first_steps[i]) // self.args.num_envs
-        self.writer.add_scalar("charts/episodic_length", length, self.step)
-        self.recent_returns = [*self.recent_returns[-19:], float(self.returns[i])]
-        self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
-        self.episodes += 1
-        self.returns[i] = 0
-        self.first_steps[i] = self.step
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
         self.log_time = now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
-        non_finite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
-        if non_finite:
-            self.end_at_nan(f"{non_finite[0]} is {losses[non_finite[0]]}", self.learner.state_dict())
+            if "loss" in name and not math.isfinite(value):
+                self.end_at_nan(f"{name} is {value}")
 
-    def end_at_nan(self, what, state):
-        """End the run with exit code 1 and a line that names the cause."""
-        cause = "a lower learning rate may help"
-        if has_nan([state.get("replay"), state.get("normalizer")]):
-            cause = "the environment returned a NaN, unless a diverged policy sent it one"
-        kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
-        raise SystemExit(f"error: step {self.step}: {what}; {cause}; {kept}")
+    def end_at_nan(self, what):
+        """End the run with exit code 1; a checkpoint from before remains."""
+        causes = "NaN in observations or rewards, or too high a learning rate"
+        raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
-        """Write checkpoint.pt and policy.pt2; end the run if there is a NaN in what is to be saved."""
+        """Write checkpoint.pt and policy.pt2."""
         state = self.learner.state_dict()
-        if has_nan(state):
-            self.end_at_nan("the checkpoint would hold a NaN", state)
+        floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+        if any(tensor.isnan().any() for tensor in floats):
+            self.end_at_nan("the checkpoint would hold NaN")
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
-        checkpoint |= {"returns": self.recent_returns, "learner": state}
+        checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         self.saved_step = self.step
-        try:
-            batch = torch.export.Dim("batch")
-            program = torch.export.export(self.learner.policy().eval(), (self.example,), dynamic_shapes=({0: batch},))
-        except Exception as error:  # of an edited policy
-            return note(f"no policy.pt2: {one_line(error)}")
+        policy, inputs = self.learner.policy()
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def __exit__(self, kind, error, traceback):
+        wall_seconds = time.perf_counter() - self.start_time
         try:
-            if self.started:
-                self.finish(error)
-            else:
-                shutil.rmtree(self.folder, ignore_errors=True)
-        finally:
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-        if self.signal is not None and not isinstance(error, SystemExit):
-            if isinstance(error, Exception):
-                note(f"after the signal: {one_line(error)}")
-            raise SystemExit(128 + self.signal)
-
-    def finish(self, error):
-        """Write what a started run leaves behind; `error` is what ended it, or None."""
-        end_time = time.perf_counter()
-        try:
-            if error is None or isinstance(error, Exception):
+            if kind is None or issubclass(kind, Exception):  # not at NaN, and not at a second Ctrl-C
                 self.save()
-        except BaseException as saving_error:
-            if error is None:
-                raise
-            note(f"no checkpoint: {one_line(saving_error)}")
         finally:
-            self.write_summary(end_time)
+            results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
+            finite = [value for value in self.recent_returns if math.isfinite(value)]
+            results["episodic_return"] = float(np.mean(finite)) if finite else None
+            (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
             self.envs.close()
             self.writer.close()
-            with suppress(OSError):
-                self.bar.close()
-
-    def write_summary(self, end_time):
-        """Write summary.json: the configuration, and what came of it."""
-        steady_step, steady_time = self.steady or (self.step, end_time)
-        mean_return = float(np.mean(self.recent_returns)) if self.recent_returns else math.nan
-        results = {
-            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
-            "global_step": self.step,
-            "episodes": self.episodes,
-            "episodic_return": mean_return if math.isfinite(mean_return) else None,
-            "steady_sps": (self.step - steady_step) / (end_time - steady_time) if self.step > steady_step else None,
-            "warmup_seconds": steady_time - self.start_time if self.steady else None,
-            "wall_seconds": end_time - self.start_time,
-        }
-        (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
+            self.bar.close()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
+            raise SystemExit(128 + self.signal)
 
 
 if __name__ == "__main__":
@@ -1142,14 +762,7 @@ if __name__ == "__main__":
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
-#     "torch==2.13.0",
-#     "tensordict==0.15.3",
-#     "gymnasium==1.4.0",
-#     "numpy==2.4.6",
-#     "tyro==1.0.17",
-#     "tqdm==4.70.1",
-#     "tensorboard==2.21.0",
-#     "wandb==0.31.0",
-#     "envpool==1.2.5",
+#     "torch==2.13.0", "tensordict==0.15.3", "gymnasium==1.4.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0", "envpool==1.2.5",
 # ]
 # ///

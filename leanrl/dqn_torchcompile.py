@@ -6,7 +6,7 @@ this file fast:
 1. `--compile` makes one graph of an update, from storing and sampling to Adam; `--cudagraphs` launches it at once
    (`DQN.fast`).
 2. Actions are computed on the host, in NumPy, and only where they are not random (`HostNetwork`, `DQN.act`).
-3. Transitions are collected on the host and sent to the device once per update (`DQN.collect`, `DQN.send_block`).
+3. Transitions are collected on the host, and sent to the device once per update (`BlockReplayBuffer`).
 4. Environments are stepped without the vector environment's own work (`DirectEnvs`).
 5. The host does not wait for a CUDA device: it acts while the device updates (`DQN.update`).
 
@@ -131,21 +131,13 @@ class DQN:
         # random numbers are drawn outside of compiled functions, so that all modes draw the same ones
         self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)
 
-        # the block: the transitions between two updates, collected on the host
         steps = min(math.ceil(args.train_frequency / args.num_envs), max(1, args.buffer_size // args.num_envs))
-        on_cuda = device.type == "cuda"
-        self.host_block = torch.zeros(steps * args.num_envs, sum(self.widths), pin_memory=on_cuda)
-        self.host_rows = self.host_block.numpy()
-        self.block = self.host_block.to(device)  # on a CPU the same memory
-        self.block_sent = torch.cuda.Event() if on_cuda else torch.cpu.Event()
-        self.collected = 0  # transitions in `host_block`
-        self.received = torch.zeros((), dtype=torch.int64, device=device)  # transitions in `block`
-        self.replay = BlockReplayBuffer(args.buffer_size, sum(self.widths), device)
+        self.replay = BlockReplayBuffer(args.buffer_size, steps * args.num_envs, sum(self.widths), device)
         self.store_and_learn = self.fast(self.store_and_learn)
 
     def store_and_learn(self):
-        """Store the block, then make one step on the Q-network."""
-        self.replay.write(self.block, self.received)
+        """Store the newest transitions, then make one step on the Q-network."""
+        self.replay.store()
         batch = self.replay.sample(self.uniform)
         obs, next_obs, actions, rewards, terminated = batch.split(self.widths, -1)
 
@@ -157,7 +149,6 @@ class DQN:
         td_loss = (q - target).square().mean()
         self.optimizers["q"].step(td_loss)
         self.store(q_values=q.mean(), td_loss=td_loss)
-        self.host_q.pack()
 
     def update(self):
         """Launch one update: on a CUDA device it may still run when this returns.
@@ -165,7 +156,7 @@ class DQN:
         So the host acts without it until the next update: from here on with the weights of the update before.
         """
         self.host_q.receive()
-        self.send_block()
+        self.replay.send()
         self.uniform.uniform_()
         self.store_and_learn()
         self.host_q.send()
@@ -188,28 +179,6 @@ class DQN:
         if count:
             actions[explore] = self.rng.integers(self.num_actions, size=count)
         return actions
-
-    def collect(self, obs, next_obs, actions, rewards, terminated):
-        """Collect a transition per environment for the next update; all are NumPy, (num_envs, ...)."""
-        if self.collected == len(self.host_rows):
-            self.store_block()
-        self.block_sent.synchronize()
-        rows = self.host_rows[self.collected : self.collected + len(obs)]
-        columns = (obs, next_obs, actions[:, None], rewards[:, None], terminated[:, None])
-        np.concatenate(columns, 1, rows, casting="unsafe")
-        self.collected += len(obs)
-
-    def send_block(self):
-        """Launch the copy of the collected transitions to the device."""
-        self.block.copy_(self.host_block, non_blocking=True)
-        self.block_sent.record()
-        self.received.fill_(self.collected)
-        self.collected = 0
-
-    def store_block(self):
-        """Store the collected transitions without an update."""
-        self.send_block()
-        self.replay.write(self.block, self.received)
 
     def fast(self, function):
         """`function`, which has no arguments and no results, compiled and as a CUDA graph where the flags say so."""
@@ -238,7 +207,7 @@ class DQN:
 
     def policy(self):
         """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
-        return GreedyPolicy(copy.deepcopy(self.q).cpu()), (torch.zeros(2, self.obs_dim),)
+        return GreedyPolicy(copy.deepcopy(self.q).cpu()).eval(), (torch.zeros(2, self.obs_dim),)
 
     def tensors(self):
         """Every tensor that updates change, but the replay buffer. What is missing here is not saved."""
@@ -250,7 +219,6 @@ class DQN:
 
     def state_dict(self):
         """What the learner needs to continue bit for bit."""
-        self.store_block()
         return self.tensors() | {
             "replay": self.replay.state_dict(),
             "updates": self.updates,
@@ -263,10 +231,8 @@ class DQN:
         """Continue from what `state_dict` returned, with the learning rate of this run's arguments."""
         tensors = self.tensors()
         load_tensors(tensors, {name: state[name] for name in tensors})
-        self.host_q.pack()
         self.host_q.send()
         self.replay.load_state_dict(state["replay"])
-        self.collected = 0
         self.updates = state["updates"]
         self.rng.bit_generator.state = state["numpy_rng"]
         torch.set_rng_state(state["rng"])
@@ -285,59 +251,58 @@ def times_due(frequency, step, num_envs):
 
 
 class HostNetwork:
-    """A copy of `network` on the host, in NumPy, to act: torch takes ten times as long to call layers this small.
-
-    Its weights follow in three steps: `pack` gathers the newest on the device, `send` launches their copy to the host,
-    `receive` waits for them and uses them from then on.
-    """
+    """A copy of `network` that acts on the host, in NumPy. `send` and `receive` bring the weights from the device."""
 
     def __init__(self, network):
-        self.network = copy.deepcopy(network).cpu().requires_grad_(False)
-        self.forward = in_numpy(self.network)
-        self.newest = [*network.parameters(), *network.buffers()]
-        self.in_use = [*self.network.parameters(), *self.network.buffers()]
-
-        on_cuda = self.newest[0].is_cuda
-        sizes = [tensor.numel() for tensor in self.in_use]
-        self.arriving = torch.zeros(sum(sizes), pin_memory=on_cuda)
-        self.packed = self.arriving.to(self.newest[0].device)  # on a CPU the same memory
-        self.parts = [part.view_as(x) for part, x in zip(self.arriving.split(sizes), self.in_use, strict=True)]
-        self.arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
-        self.pack()
+        self.network = copy.deepcopy(network).cpu()
+        self.forward = numpy_function(self.network)
+        self.newest = flat_views(network)
+        self.in_use = flat_views(self.network)
+        self.packed = torch.cat(self.newest)  # one vector, to be sent by one copy
+        self.arriving = torch.zeros_like(self.packed, device="cpu", pin_memory=self.packed.is_cuda)
+        self.arrived = torch.cuda.Event() if self.packed.is_cuda else torch.cpu.Event()
         self.send()
 
-    @torch.no_grad()
-    def pack(self):
-        torch.cat([tensor.flatten() for tensor in self.newest], out=self.packed)
-
     def send(self):
+        """Launch the copy of the newest weights to the host."""
+        torch.cat(self.newest, out=self.packed)
         self.arriving.copy_(self.packed, non_blocking=True)
         self.arrived.record()
 
     def receive(self):
+        """Wait for the weights that were sent last, and act with them from now on."""
         self.arrived.synchronize()
-        torch._foreach_copy_(self.in_use, self.parts)
+        torch._foreach_copy_(self.in_use, self.arriving.split([x.numel() for x in self.in_use]))
 
 
-def in_numpy(module):
-    """`module`, on the CPU, as a function of a NumPy array; it reads the parameters where they are."""
+def flat_views(network):
+    """Views of a network's parameters and buffers as vectors."""
+    return [tensor.detach().view(-1) for tensor in (*network.parameters(), *network.buffers())]
+
+
+def numpy_function(module):
+    """`module`, on the CPU, as a function of a NumPy array, (batch, inputs), that reads the weights where they are.
+
+    For a few rows of a small network torch takes tens of microseconds, almost all of them before it computes anything,
+    and NumPy a few. What is not listed here is called in torch.
+    """
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-        layers = [in_numpy(layer) for layer in module]
+        functions = [numpy_function(layer) for layer in module]
 
-        def sequential(x):
-            for layer in layers:
-                x = layer(x)
+        def sequence(x):
+            for function in functions:
+                x = function(x)
             return x
 
-        return sequential
+        return sequence
     if type(module) is nn.Linear and module.bias is not None:
-        weight, bias = module.weight.numpy().T, module.bias.numpy()[None]
+        weight, bias = module.weight.detach().numpy().T, module.bias.detach().numpy()[None]
         return lambda x: x.dot(weight) + bias
-    if type(module) is nn.ReLU:
-        return partial(np.maximum, np.zeros((), np.float32))  # a Python 0 would be converted at each call
     if type(module) is nn.Tanh:
         return np.tanh
-    return lambda x: module(torch.from_numpy(x)).numpy()  # any other in torch, which is slower
+    if type(module) is nn.ReLU:
+        return partial(np.maximum, np.zeros((), np.float32))  # a Python 0 would be converted at each call
+    return lambda x: module(torch.from_numpy(x)).detach().numpy()
 
 
 def needed_guards(guards):
@@ -387,30 +352,64 @@ class Adam:
 
 
 class BlockReplayBuffer:
-    """Transitions on the device, one row each; the newest overwrite the oldest. Nothing here waits for the device."""
+    """Transitions on the device, one row each; the newest overwrite the oldest.
 
-    def __init__(self, size, width, device):
+    They are collected in a block of host memory: `send` launches its copy to the device, where `store` then writes it
+    to the buffer. Nothing here waits for the device, save for the end of the last copy.
+    """
+
+    def __init__(self, size, block_size, width, device):
+        on_cuda = device.type == "cuda"
+        self.host_block = torch.zeros(block_size, width, pin_memory=on_cuda)
+        self.host_rows = self.host_block.numpy()
+        self.collected = 0  # transitions in `host_block`
+        self.block = self.host_block.to(device)  # on a CPU the same memory
+        self.sent = torch.zeros((), dtype=torch.int64, device=device)  # transitions in `block`
+        self.block_sent = torch.cuda.Event() if on_cuda else torch.cpu.Event()
+
         self.size = size
-        self.rows = torch.empty(size + 1, width, device=device)  # the last row takes what nobody needs
+        self.rows = torch.empty(size + 1, width, device=device)  # the last one takes what is not to be stored
         self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions so far
 
-    def write(self, rows, count):
-        """Store the first `count` of `rows`, (n, width)."""
-        i = torch.arange(len(rows), device=rows.device)
-        places = torch.where(i < count, (self.stored + i) % self.size, self.size)
-        self.rows.index_copy_(0, places, rows)
-        self.stored.add_(count)
+    def collect(self, obs, next_obs, actions, rewards, terminated):
+        """Take a transition per environment into the block; all are NumPy, (num_envs, ...)."""
+        if self.collected == len(self.host_rows):
+            self.send()
+            self.store()
+        if self.collected == 0:
+            self.block_sent.synchronize()
+        rows = self.host_rows[self.collected : self.collected + len(obs)]
+        columns = (obs, next_obs, actions[:, None], rewards[:, None], terminated[:, None])
+        np.concatenate(columns, 1, rows, casting="unsafe")
+        self.collected += len(obs)
+
+    def send(self):
+        """Launch the copy of the block to the device, and begin a new one."""
+        self.block.copy_(self.host_block, non_blocking=True)
+        self.block_sent.record()
+        self.sent.fill_(self.collected)
+        self.collected = 0
+
+    def store(self):
+        """Write the transitions that were sent to the buffer."""
+        i = torch.arange(len(self.block), device=self.block.device)
+        places = torch.where(i < self.sent, (self.stored + i) % self.size, self.size)
+        self.rows.index_copy_(0, places, self.block)
+        self.stored.add_(self.sent)
 
     def sample(self, uniform):
         """Stored rows, (batch, width), one for each number in `uniform`, (batch,), from [0, 1)."""
         return self.rows.index_select(0, (uniform * self.stored.clamp(max=self.size)).long())
 
     def state_dict(self):
+        self.send()
+        self.store()
         return {"rows": self.rows[: self.stored.clamp(max=self.size)].clone(), "stored": self.stored}
 
     def load_state_dict(self, state):
         self.rows[: len(state["rows"])] = state["rows"]
         self.stored.copy_(state["stored"])
+        self.collected = 0
 
 
 def load_tensors(tensors, saved):
@@ -438,11 +437,11 @@ def train(args):
         while run.unfinished():
             actions = learner.act(obs, epsilon(run.step, args))
             next_obs, rewards, terminated, truncated, _ = envs.step(actions)  # while CUDA runs the last update
-            learner.collect(obs, next_obs, actions, rewards, terminated)
+            learner.replay.collect(obs, next_obs, actions, rewards, terminated)
             ended = terminated | truncated
             obs = next_obs
             if any(ended):
-                obs, _ = envs.reset(options={"reset_mask": ended})
+                obs = envs.restart(ended)
             run.advance(rewards, ended)
             if run.step > args.learning_starts:
                 for _ in range(times_due(args.train_frequency, run.step, args.num_envs)):
@@ -454,16 +453,23 @@ def train(args):
 
 
 class DirectEnvs(gym.vector.VectorWrapper):
-    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do.
-
-    No autoreset, and no infos.
-    """
+    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do."""
 
     def step(self, actions):
-        steps = [env.step(action) for env, action in zip(self.env.envs, actions, strict=True)]
-        obs, rewards, terminated, truncated, _ = zip(*steps, strict=True)
-        self.env._env_obs = list(obs)  # where `reset` finds those of the environments that it does not reset
-        return np.array(obs), np.array(rewards), np.array(terminated), np.array(truncated), {}
+        """As in gymnasium, without infos; where an episode has ended, call `restart`."""
+        self.obs = [None] * len(actions)
+        rewards = np.empty(len(actions))
+        terminated = np.empty(len(actions), bool)
+        truncated = np.empty(len(actions), bool)
+        for i, env in enumerate(self.env.envs):
+            self.obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+        return np.array(self.obs), rewards, terminated, truncated, {}
+
+    def restart(self, ended):
+        """Reset the environments where `ended`, (num_envs,); returns the observations of all."""
+        for i in ended.nonzero()[0]:
+            self.obs[i], _ = self.env.envs[i].reset()
+        return np.array(self.obs)
 
 
 def make_envs(args, folder):

@@ -4,7 +4,7 @@ The algorithm and its defaults are CleanRL's, and so are its details, see Huang 
 details of PPO":
 
 1. Policy and value function share a convolutional network, whose layers start orthogonal (`Agent`).
-2. A lost life ends an episode, and rewards are -1, 0 or 1 (`AtariEnvs`).
+2. A lost life ends an episode, and rewards are -1, 0 or 1 (`make_pool`).
 3. The step that starts an episode ignores its action: losses leave it out (`AtariEnvs.step`, `masked_mean`).
 4. Advantages are estimated by GAE; a truncated episode is not a terminal state (`PPO.make_batch`).
 5. Not only the probability ratio is clipped, but also the change of the values (`PPO.loss`).
@@ -17,28 +17,26 @@ ppo_atari_envpool_torchcompile.py makes the same updates at full speed.
 """
 
 import copy
-import difflib
 import json
 import math
 import os
-import platform
 import shutil
 import signal
 import sys
-import textwrap
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
+import envpool
 import gymnasium as gym
 import numpy as np
 import torch
 import tyro
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
 from torch import nn
 from torch.distributions import Categorical
 from torch.utils._pytree import tree_leaves
@@ -48,72 +46,41 @@ from tqdm import tqdm
 
 @dataclass
 class Args:
-    env_id: str = "Breakout-v5"
-    """Atari game in envpool"""
-    total_timesteps: int = 10_000_000
-    """environment steps of the whole run, over all environments; each takes four frames"""
-    num_envs: int = 8
-    """environments that step together"""
-    num_steps: int = 128
-    """steps of each environment per iteration"""
-    learning_rate: float = 2.5e-4
-    """learning rate of the first iteration"""
-    anneal_lr: bool = True
-    """lower the learning rate linearly to 0 at the end of the run"""
-    gamma: float = 0.99
-    """discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation"""
-    num_minibatches: int = 4
-    """minibatches per epoch"""
-    update_epochs: int = 4
-    """passes over an iteration's transitions"""
-    norm_adv: bool = True
-    """normalize the advantages of each minibatch"""
-    clip_coef: float = 0.1
-    """largest change of the probability ratio from 1 (epsilon in the paper)"""
-    clip_vloss: bool = True
-    """clip the change of the values by --clip-coef too"""
-    ent_coef: float = 0.01
-    """coefficient of the entropy in the loss"""
-    vf_coef: float = 0.5
-    """coefficient of the value loss"""
-    max_grad_norm: float = 0.5
-    """largest norm of a gradient, which is scaled down to it"""
-    target_kl: float | None = None
-    """end an iteration after the epoch in which the approximate KL divergence exceeds this"""
+    env_id: str = "Breakout-v5"  # Atari game in envpool
+    total_timesteps: int = 10_000_000  # environment steps of the whole run, over all environments; each has four frames
+    num_envs: int = 8  # environments that step together
+    num_steps: int = 128  # steps of each environment per iteration
+    learning_rate: float = 2.5e-4  # learning rate of the first iteration
+    anneal_lr: bool = True  # lower the learning rate linearly to 0 at the end of the run
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    num_minibatches: int = 4  # minibatches per epoch
+    update_epochs: int = 4  # passes over an iteration's transitions
+    norm_adv: bool = True  # normalize the advantages of each minibatch
+    clip_coef: float = 0.1  # largest change of the probability ratio from 1 (epsilon in the paper)
+    clip_vloss: bool = True  # clip the change of the values by --clip-coef too
+    ent_coef: float = 0.01  # coefficient of the entropy in the loss
+    vf_coef: float = 0.5  # coefficient of the value loss
+    max_grad_norm: float = 0.5  # largest norm of a gradient, which is scaled down to it
+    target_kl: float | None = None  # end an iteration after the epoch whose approximate KL divergence exceeds this
+    cuda: bool = True  # use a CUDA device if there is one
+    threads: int = 0  # CPU threads of torch (0: torch's default)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem
-    """name of the experiment, part of the run's folder name"""
-    seed: int = 1
-    """seed of the environments, NumPy and torch"""
-    run_dir: str = "runs"
-    """parent folder of all runs"""
-    resume: str | None = None
-    """run to continue: its folder or its checkpoint.pt, whose flags become the defaults"""
-    checkpoint_interval: int = 0
-    """save a checkpoint every so many environment steps (0: only at the end)"""
-    capture_video: bool = False
-    """record videos of the first environment"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "leanrl"
-    """project on Weights & Biases"""
-    wandb_entity: str | None = None
-    """team on Weights & Biases"""
-    cuda: bool = True
-    """use a CUDA device if there is one"""
-    threads: int = 0
-    """CPU threads for torch (0: torch's default)"""
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """precision of float32 matmuls and convolutions (high: TF32, medium: bfloat16)"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    seed: int = 1  # seed of the environments, NumPy and torch
+    run_dir: str = "runs"  # parent folder of all runs
+    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
+    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    capture_video: bool = False  # record videos of the first environment
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # project on Weights & Biases
+    wandb_entity: str | None = None  # team on Weights & Biases
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
 AT_MOST_1 = ("gamma", "gae_lambda")
-POSITIVE = ("learning_rate", "clip_coef", "max_grad_norm", "target_kl")  # others may be 0, none negative
 FIXED = ("env_id",)  # what a resumed run cannot change
 
 
@@ -125,7 +92,7 @@ def orthogonal(layer, gain=2**0.5):
 
 
 class Agent(nn.Module):
-    """The convolutional network of Mnih et al. 2015 with two heads: a categorical policy and a value function."""
+    """The convolutional network of Mnih et al. 2015 with two heads, for uint8 observations, (batch, 4, 84, 84)."""
 
     def __init__(self, num_actions):
         super().__init__()
@@ -144,7 +111,12 @@ class Agent(nn.Module):
         self.critic = orthogonal(nn.Linear(512, 1), gain=1.0)
 
     def forward(self, obs):
-        """Logits of the actions, (batch, num_actions), and values, (batch,), for uint8 `obs`, (batch, 4, 84, 84)."""
+        """The deterministic policy, which policy.pt2 holds: the most probable actions, (batch,)."""
+        logits, _ = self.logits_and_values(obs)
+        return logits.argmax(-1)
+
+    def logits_and_values(self, obs):
+        """Logits of the actions, (batch, num_actions), and values, (batch,)."""
         features = self.features(obs / 255)
         return self.actor(features), self.critic(features).squeeze(-1)
 
@@ -152,22 +124,23 @@ class Agent(nn.Module):
 class PPO:
     """The learner: network, optimizer and the rollout of an iteration."""
 
-    warmup_updates = 1  # until the speed is steady
-
     def __init__(self, args, envs, device):
         self.args = args
         self.device = device
+        self.obs_shape = envs.single_observation_space.shape
         with device:
-            self.agent = Agent(int(envs.single_action_space.n))
+            self.agent = Agent(envs.single_action_space.n)
+        self.networks = {"agent": self.agent}
         self.optimizers = {"agent": torch.optim.Adam(self.agent.parameters(), lr=args.learning_rate, eps=1e-5)}
-        obs_shape = envs.single_observation_space.shape
-        names = ("actions", "log_prob", "values", "rewards", "terminated", "ended", "valid")
-        require_memory(args, "num_steps", bytes_each=envs.num_envs * (math.prod(obs_shape) + 4 * len(names)))
-        steps = (args.num_steps, envs.num_envs)
-        self.rollout = {name: torch.zeros(steps, device=device) for name in names}
-        self.rollout["obs"] = torch.zeros(*steps, *obs_shape, dtype=torch.uint8, device=device)
         self.updates = 0
         self.last_losses = {}
+
+        require_memory("num_steps", args.num_steps, envs.num_envs * math.prod(self.obs_shape), device)
+        steps = (args.num_steps, envs.num_envs)
+        names = ("log_prob", "values", "rewards", "terminated", "ended", "valid")
+        self.rollout = {name: torch.zeros(steps, device=device) for name in names}
+        self.rollout["actions"] = torch.zeros(steps, dtype=torch.int64, device=device)
+        self.rollout["obs"] = torch.zeros(*steps, *self.obs_shape, dtype=torch.uint8, device=device)
 
     @torch.no_grad()
     def make_batch(self, last_obs):
@@ -179,14 +152,14 @@ class PPO:
         rollout = self.rollout
 
         # GAE (arXiv:1506.02438, eq. 16)
-        _, last_values = self.agent(torch.as_tensor(last_obs, device=self.device))
+        _, last_values = self.agent.logits_and_values(torch.as_tensor(last_obs, device=self.device))
         next_values = torch.cat((rollout["values"][1:], last_values[None])) * (1 - rollout["terminated"])
-        errors = rollout["rewards"] + self.args.gamma * next_values - rollout["values"]
+        deltas = rollout["rewards"] + self.args.gamma * next_values - rollout["values"]
         decay = self.args.gamma * self.args.gae_lambda * (1 - rollout["ended"])
-        advantages = torch.zeros_like(errors)
+        advantages = torch.zeros_like(deltas)
         advantage = 0
         for t in reversed(range(self.args.num_steps)):
-            advantage = errors[t] + decay[t] * advantage
+            advantage = deltas[t] + decay[t] * advantage
             advantages[t] = advantage
 
         batch = {name: rollout[name] for name in ("obs", "actions", "log_prob", "values", "valid")}
@@ -197,7 +170,7 @@ class PPO:
         """Policy loss, value loss, entropy and the log of the probability ratio, (batch,), for rows of a batch."""
         clip = self.args.clip_coef
         valid = rows["valid"]
-        logits, values = self.agent(rows["obs"])
+        logits, values = self.agent.logits_and_values(rows["obs"])
         policy = Categorical(logits=logits, validate_args=False)
 
         # clipped policy loss (eq. 7)
@@ -242,15 +215,15 @@ class PPO:
         }
 
     def learn_epoch(self, batch):
-        """All of `batch` once, in minibatches drawn without replacement; returns means of what they return."""
-        size = len(batch["valid"])
+        """All of `batch` once, in minibatches drawn without replacement; returns the means of their losses."""
+        order = torch.randperm(len(batch["obs"]), device=self.device)
         losses = []
-        for rows in torch.randperm(size, device=self.device).split(size // self.args.num_minibatches):
+        for rows in order.chunk(self.args.num_minibatches):
             losses.append(self.update_minibatch({name: column[rows] for name, column in batch.items()}))
         return {name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]}
 
     def update(self, learning_rate, last_obs):
-        """All epochs over the rollout; `last_obs`, (num_envs, 4, 84, 84), are what its last step led to."""
+        """All epochs over the rollout; `last_obs`, NumPy, (num_envs, 4, 84, 84), are what its last step led to."""
         self.optimizers["agent"].param_groups[0]["lr"] = learning_rate
         batch = self.make_batch(last_obs)
         for _ in range(self.args.update_epochs):
@@ -265,7 +238,7 @@ class PPO:
     def act(self, t, obs):
         """Sampled actions, (num_envs,), for step `t` of the rollout and `obs`, (num_envs, 4, 84, 84); both NumPy."""
         obs = torch.as_tensor(obs, device=self.device)
-        logits, values = self.agent(obs)
+        logits, values = self.agent.logits_and_values(obs)
         policy = Categorical(logits=logits, validate_args=False)
         actions = policy.sample()
         self.store(t, obs=obs, actions=actions, log_prob=policy.log_prob(actions), values=values)
@@ -285,14 +258,14 @@ class PPO:
         return {name: value.item() for name, value in self.last_losses.items()}
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU."""
-        return Policy(copy.deepcopy(self.agent).cpu())
+        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        return copy.deepcopy(self.agent).cpu(), (torch.zeros(2, *self.obs_shape, dtype=torch.uint8),)
 
     def state_dict(self):
         """What the learner needs to continue bit for bit, on the CPU or on the device."""
         return {
-            "networks": {"agent": self.agent.state_dict()},
-            "optimizers": {"agent": self.optimizers["agent"].state_dict()},
+            "networks": {name: network.state_dict() for name, network in self.networks.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "updates": self.updates,
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all()[:1],  # of the device in use
@@ -300,24 +273,34 @@ class PPO:
 
     def load_state_dict(self, state):
         """Continue from what `state_dict` returned."""
-        self.agent.load_state_dict(state["networks"]["agent"])
-        optimizer = self.optimizers["agent"]
-        own_rates = {"param_groups": optimizer.state_dict()["param_groups"]}
-        optimizer.load_state_dict(state["optimizers"]["agent"] | own_rates)
+        for name, network in self.networks.items():
+            network.load_state_dict(state["networks"][name])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
         self.updates = state["updates"]
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
 
 
-def train(args, on_start=lambda run: None):
-    """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    with Run(args) as run:
-        check_batch(args)
-        envs = make_games(args, run.folder)
-        learner = PPO(args, envs, run.device)
-        run.start(envs, learner)
+def masked_mean(values, valid):
+    """The mean of those of `values`, (batch,), for which `valid`, (batch,), is 1; 0 if there is none."""
+    return (values * valid).sum() / valid.sum().clamp(min=1)
+
+
+def masked_variance(values, valid):
+    """The unbiased variance of those of `values`, (batch,), for which `valid` is 1; 0 if there are fewer than two."""
+    squares = (values - masked_mean(values, valid)).square()
+    return (squares * valid).sum() / (valid.sum() - 1).clamp(min=1)
+
+
+def train(args):
+    """Train an agent."""
+    device, folder = prepare(args)
+    check_minibatches(args)
+    envs = make_games(args, folder)
+    learner = PPO(args, envs, device)
+    with Run(args, folder, envs, learner) as run:
         obs, _ = envs.reset()
-        on_start(run)
         while run.unfinished():
             learning_rate = args.learning_rate
             if args.anneal_lr:
@@ -331,32 +314,13 @@ def train(args, on_start=lambda run: None):
             run.log(learner.losses())
 
 
-class Policy(nn.Module):
-    """What policy.pt2 holds, the most probable actions: uint8 observations, (batch, 4, 84, 84), to (batch,)."""
-
-    def __init__(self, agent):
-        super().__init__()
-        self.agent = agent
-
-    def forward(self, obs):
-        logits, _ = self.agent(obs)
-        return logits.argmax(-1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the algorithm stands on: masked statistics, games
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def masked_mean(values, valid):
-    """The mean of those of `values`, (batch,), for which `valid`, (batch,), is 1; 0 if there is none."""
-    return (values * valid).sum() / valid.sum().clamp(min=1)
-
-
-def masked_variance(values, valid):
-    """The unbiased variance of those of `values`, (batch,), for which `valid` is 1; 0 if there are fewer than two."""
-    squares = (values - masked_mean(values, valid)).square()
-    return (squares * valid).sum() / (valid.sum() - 1).clamp(min=1)
+def check_minibatches(args):
+    """Refuse sizes that do not fit together."""
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+        refuse(
+            "num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch_size}, below it"
+        )
 
 
 class AtariEnvs(gym.vector.VectorEnv):
@@ -373,7 +337,6 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.pool = make_pool(args, seed)
         self.single_observation_space = self.pool.observation_space
         self.single_action_space = self.pool.action_space
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.ended = np.zeros(self.num_envs, bool)
 
     def reset(self, *, seed=None, options=None):
@@ -389,12 +352,10 @@ class AtariEnvs(gym.vector.VectorEnv):
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions.astype(np.int32))
         game_over = infos["terminated"].astype(bool)
-        game_ended = game_over | truncated
+        infos = {"raw_rewards": infos["reward"], "game_ended": game_over | truncated, "is_reset": self.ended}
         terminated = terminated | game_over  # envpool calls a game over in the last step before the limit truncated
         truncated = truncated & ~terminated
-        is_reset = self.ended
         self.ended = terminated | truncated
-        infos = {"raw_rewards": infos["reward"], "game_ended": game_ended, "is_reset": is_reset}
         return obs, rewards, terminated, truncated, infos
 
     def render(self):
@@ -402,50 +363,45 @@ class AtariEnvs(gym.vector.VectorEnv):
         return list(self.pool.render(env_ids=np.arange(self.num_envs)))
 
 
+def require_memory(name, value, bytes_each, device):
+    """Refuse an argument, the number of things of `bytes_each`, if these do not fit into the memory of `device`."""
+    if device.type == "cuda":
+        memory, _ = torch.cuda.mem_get_info()
+    elif hasattr(os, "sysconf"):  # not on Windows
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    room = memory - 2 * 2**30  # the rest is for networks, batches and libraries
+    if value * bytes_each > room:
+        refuse(name, value, f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
+
+
 def make_pool(args, seed):
     """`num_envs` games in envpool, which steps them in threads."""
+    require_memory("num_envs", args.num_envs, 1_300_000, torch.device("cpu"))
     try:
-        import envpool
-        from envpool.registration import registry
-    except ImportError as error:
-        refuse("env_id", args.env_id, f"pip install envpool, which has the games ({one_line(error)})")
-    games = [game for game, (module, *_) in registry.specs.items() if module == "envpool.atari"]
-    if args.env_id not in games:
-        nearest = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
-        refuse("env_id", args.env_id, f"name a game that envpool has, such as {', '.join(nearest)}")
-    require_memory(args, "num_envs", bytes_each=1_300_000)
-    return envpool.make(
-        args.env_id,
-        env_type="gymnasium",
-        num_envs=args.num_envs,
-        seed=seed % 2**31,  # envpool's limit
-        episodic_life=True,
-        reward_clip=True,
-        render_mode="rgb_array" if args.capture_video else None,
-    )
+        return envpool.make(
+            args.env_id,
+            env_type="gymnasium",
+            num_envs=args.num_envs,
+            seed=seed % 2**31,  # envpool's limit
+            episodic_life=True,
+            reward_clip=True,
+            render_mode="rgb_array" if args.capture_video else None,
+        )
+    except (AssertionError, TypeError) as error:
+        refuse("env_id", args.env_id, f"name an Atari game of envpool, such as Breakout-v5 ({error})")
 
 
 def make_games(args, folder):
     """`num_envs` games that step together; videos of the first one go to `folder`."""
     seed = args.seed
     if args.resume is not None:
-        seed += load_checkpoint(args).get("global_step", 0)
+        seed += load_checkpoint(args.resume).get("global_step", 0)  # a resumed run plays other games
     envs = AtariEnvs(args, seed)
     if args.capture_video:
-        try:
-            return gym.wrappers.vector.RecordVideo(envs, str(folder / "videos"), record_first_only=True)
-        except Exception as error:
-            refuse("capture_video", True, f"games cannot be recorded here: {one_line(error)}")
+        envs = gym.wrappers.vector.RecordVideo(envs, str(folder / "videos"), record_first_only=True)
     return envs
-
-
-def check_batch(args):
-    """Refuse sizes that do not fit together."""
-    batch = args.num_envs * args.num_steps
-    if batch % args.num_minibatches or (args.norm_adv and batch == args.num_minibatches):
-        refuse("num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch}, below it")
-    if batch > args.total_timesteps:
-        note(f"one iteration takes {batch} steps, more than --total-timesteps {args.total_timesteps}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -456,46 +412,24 @@ def check_batch(args):
 def parse_args():
     """The command line; with --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
-    if args.resume is None:
-        return args
-    saved = load_checkpoint(args).get("args", {})
-    defaults = {name: value for name, value in saved.items() if name in vars(args)}
-    if len(defaults) < len(saved):
-        note(f"ignoring flags of the checkpoint that this script lacks: {', '.join(saved.keys() - defaults.keys())}")
-    return tyro.cli(Args, default=Args(**defaults), description=__doc__)
-
-
-def note(text):
-    """Tell the user, if anybody reads stderr."""
-    with suppress(OSError):
-        print(f"note: {text}", file=sys.stderr)
+    if args.resume is not None:
+        saved = load_checkpoint(args.resume).get("args", {})
+        defaults = {name: value for name, value in saved.items() if name in vars(args)}
+        args = tyro.cli(Args, default=Args(**defaults), description=__doc__)
+    return args
 
 
 def refuse(name, value, remedy):
     """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def one_line(error):
-    """What an error says, in one line."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 400)
-
-
-def require_memory(args, name, bytes_each):
-    """Refuse a count, argument `name`, of things that do not fit into memory, `bytes_each` each."""
-    if not hasattr(os, "sysconf"):  # on Windows
-        return
-    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
-    if getattr(args, name) * bytes_each > limit:
-        refuse(name, getattr(args, name), f"give at most {limit // bytes_each}, which takes {limit / 1e9:.0f} GB")
-
-
 def prepare(args):
-    """Check the arguments, seed NumPy and torch, and return the device."""
+    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
     for name, value in vars(args).items():
-        low = 1 if name in AT_LEAST_1 else 1e-12 if name in POSITIVE else 0
-        high = 1 if name in AT_MOST_1 else 1e12
+        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -503,26 +437,28 @@ def prepare(args):
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed % 2**32)
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    return device, Path(args.run_dir) / name.replace("/", "_")
 
 
-def load_checkpoint(args):
-    """What a run's `save` wrote to the folder or file in --resume, on the CPU."""
-    path = Path(args.resume)
+def load_checkpoint(resume):
+    """What a run's `save` wrote to this folder or file, on the CPU."""
+    path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
-        refuse("resume", args.resume, f"give the folder of a run with an intact checkpoint.pt ({one_line(error)})")
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def replace_file(path, write):
-    """Replace the file at `path` atomically by what `write(file)` writes: a crash leaves the old or the new file."""
+    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
@@ -534,14 +470,8 @@ def replace_file(path, write):
         raise OSError(f"could not write {path}: is the disk full?") from error
 
 
-def has_nan(state):
-    """Whether any tensor in nested dictionaries holds a NaN."""
-    tensors = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    return any(tensor.isnan().any() for tensor in tensors)
-
-
 class ProgressBar(tqdm):
-    """A progress bar that keeps working when stderr is closed or full."""
+    """A progress bar that does not mind if stderr is closed."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -551,91 +481,63 @@ class ProgressBar(tqdm):
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
-    Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoint, policy and summary are
-    written. A run that ends before `start` leaves nothing behind.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
+    summary are written.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, folder, envs, learner):
         self.args = args
-        self.device = prepare(args)
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
-        self.folder = Path(args.run_dir) / name.replace("/", "_")
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            refuse("run_dir", args.run_dir, f"give a folder that can be written ({one_line(error)})")
-        self.step = 0
-        self.episodes = 0
-        self.recent_returns = []  # of the last 20 episodes
-        self.steady = None  # step and time when warm-up ended
-        self.signal = None
-        self.started = False
-
-    def start(self, envs, learner):
-        """Restore the learner if the run is resumed, and begin to log."""
+        self.folder = folder
         self.envs = envs
         self.learner = learner
-        if self.args.resume is not None:
-            self.restore()
+        self.step = 0
+        self.episodes = 0
+        self.recent_returns = deque(maxlen=20)
+        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.lengths = np.zeros(args.num_envs, int)
+        self.signal = None
+        if args.resume is not None:
+            self.restore(load_checkpoint(args.resume))
         self.log_step = self.saved_step = self.step
-        self.returns = np.zeros(self.args.num_envs)  # of the current episodes
-        self.first_steps = np.full(self.args.num_envs, self.step)
-        space = envs.single_observation_space
-        is_image = space.dtype == np.uint8 and len(space.shape) > 1
-        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if is_image else torch.float32)
-        with torch.no_grad():
-            learner.policy().eval()(self.example)  # what does not match an edited network fails now
-        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
-        versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
-        self.config = {"compile": False, "cudagraphs": False} | vars(self.args)
-        self.config |= {
-            "script": Path(__file__).stem,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "cores": os.cpu_count(),
-            "versions": versions | {"python": platform.python_version()},
-        }
-        (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
-        shutil.copy(__file__, self.folder)
-        if self.args.track:
-            self.track()
-        self.writer = SummaryWriter(self.folder)
-        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
-        self.bar = ProgressBar(**size, disable=sys.stderr is None)
-        self.bar.set_description("compiling" if self.config["compile"] else "warming up")
-        self.start_time = self.log_time = time.perf_counter()
-        self.started = True
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
+        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
+        self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
+        self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
+        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2))
+        shutil.copy(__file__, folder)
+        if args.track:
+            import wandb
 
-    def restore(self):
-        """Continue from the checkpoint in --resume."""
-        checkpoint = load_checkpoint(self.args)
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+        self.writer = SummaryWriter(folder)
+        size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
+        self.start_time = self.log_time = time.perf_counter()
+
+    def restore(self, checkpoint):
+        """Continue from a checkpoint."""
         try:
             for name in FIXED:
-                value, saved = getattr(self.args, name), checkpoint["args"][name]
-                if value != saved:
-                    refuse(name, value, f"leave it out: the checkpoint has {saved}")
+                if getattr(self.args, name) != checkpoint["args"][name]:
+                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
-            self.recent_returns = checkpoint["returns"]
-        except (KeyError, RuntimeError, ValueError) as error:
-            refuse("resume", self.args.resume, f"the checkpoint does not fit this script: {one_line(error)}")
+            self.recent_returns.extend(checkpoint["returns"])
+        except Exception as error:
+            refuse("resume", self.args.resume, f"this checkpoint does not fit the script: {error!r}")
         if self.step >= self.args.total_timesteps:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
-    def track(self):
-        """Copy the TensorBoard events to Weights & Biases."""
-        try:
-            import wandb
-
-            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity}
-            wandb.init(**names, name=self.folder.name, dir=self.folder, config=self.config, sync_tensorboard=True)
-        except Exception as error:
-            refuse("track", True, f"pip install wandb and `wandb login`, or WANDB_MODE=offline ({one_line(error)})")
-
     def __enter__(self):
-        signals = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
-        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in handled}
+        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
         return self
 
     def on_signal(self, number, frame):
@@ -657,106 +559,64 @@ class Run:
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
+        self.lengths += 1
         for i in ended.nonzero()[0]:
-            self.end_episode(i)
-        if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
-            self.steady = (self.step, time.perf_counter())
-            self.bar.set_description("training", refresh=False)
+            self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
+            self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
+            self.recent_returns.append(float(self.returns[i]))
+            self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
+            self.episodes += 1
+            self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
-
-    def end_episode(self, i):
-        """Log the episode that is over in environment `i`."""
-        self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
-        length = (self.step - self.first_steps[i]) // self.args.num_envs
-        self.writer.add_scalar("charts/episodic_length", length, self.step)
-        self.recent_returns = [*self.recent_returns[-19:], float(self.returns[i])]
-        self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
-        self.episodes += 1
-        self.returns[i] = 0
-        self.first_steps[i] = self.step
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
         self.log_time = now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
-        non_finite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
-        if non_finite:
-            self.end_at_nan(f"{non_finite[0]} is {losses[non_finite[0]]}", self.learner.state_dict())
+            if "loss" in name and not math.isfinite(value):
+                self.end_at_nan(f"{name} is {value}")
 
-    def end_at_nan(self, what, state):
-        """End the run with exit code 1 and a line that names the cause."""
-        cause = "a lower learning rate may help"
-        if has_nan([state.get("replay"), state.get("normalizer")]):
-            cause = "the environment returned a NaN, unless a diverged policy sent it one"
-        kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
-        raise SystemExit(f"error: step {self.step}: {what}; {cause}; {kept}")
+    def end_at_nan(self, what):
+        """End the run with exit code 1; a checkpoint from before remains."""
+        causes = "NaN in observations or rewards, or too high a learning rate"
+        raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
-        """Write checkpoint.pt and policy.pt2; end the run if there is a NaN in what is to be saved."""
+        """Write checkpoint.pt and policy.pt2."""
         state = self.learner.state_dict()
-        if has_nan(state):
-            self.end_at_nan("the checkpoint would hold a NaN", state)
+        floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+        if any(tensor.isnan().any() for tensor in floats):
+            self.end_at_nan("the checkpoint would hold NaN")
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
-        checkpoint |= {"returns": self.recent_returns, "learner": state}
+        checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         self.saved_step = self.step
-        try:
-            batch = torch.export.Dim("batch")
-            program = torch.export.export(self.learner.policy().eval(), (self.example,), dynamic_shapes=({0: batch},))
-        except Exception as error:  # of an edited policy
-            return note(f"no policy.pt2: {one_line(error)}")
+        policy, inputs = self.learner.policy()
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def __exit__(self, kind, error, traceback):
+        wall_seconds = time.perf_counter() - self.start_time
         try:
-            if self.started:
-                self.finish(error)
-            else:
-                shutil.rmtree(self.folder, ignore_errors=True)
-        finally:
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-        if self.signal is not None and not isinstance(error, SystemExit):
-            if isinstance(error, Exception):
-                note(f"after the signal: {one_line(error)}")
-            raise SystemExit(128 + self.signal)
-
-    def finish(self, error):
-        """Write what a started run leaves behind; `error` is what ended it, or None."""
-        end_time = time.perf_counter()
-        try:
-            if error is None or isinstance(error, Exception):
+            if kind is None or issubclass(kind, Exception):  # not at NaN, and not at a second Ctrl-C
                 self.save()
-        except BaseException as saving_error:
-            if error is None:
-                raise
-            note(f"no checkpoint: {one_line(saving_error)}")
         finally:
-            self.write_summary(end_time)
+            results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
+            finite = [value for value in self.recent_returns if math.isfinite(value)]
+            results["episodic_return"] = float(np.mean(finite)) if finite else None
+            (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
             self.envs.close()
             self.writer.close()
-            with suppress(OSError):
-                self.bar.close()
-
-    def write_summary(self, end_time):
-        """Write summary.json: the configuration, and what came of it."""
-        steady_step, steady_time = self.steady or (self.step, end_time)
-        mean_return = float(np.mean(self.recent_returns)) if self.recent_returns else math.nan
-        results = {
-            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
-            "global_step": self.step,
-            "episodes": self.episodes,
-            "episodic_return": mean_return if math.isfinite(mean_return) else None,
-            "steady_sps": (self.step - steady_step) / (end_time - steady_time) if self.step > steady_step else None,
-            "warmup_seconds": steady_time - self.start_time if self.steady else None,
-            "wall_seconds": end_time - self.start_time,
-        }
-        (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
+            self.bar.close()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
+            raise SystemExit(128 + self.signal)
 
 
 if __name__ == "__main__":
@@ -766,14 +626,7 @@ if __name__ == "__main__":
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
-#     "torch==2.13.0",
-#     "tensordict==0.15.3",
-#     "gymnasium==1.4.0",
-#     "numpy==2.4.6",
-#     "tyro==1.0.17",
-#     "tqdm==4.70.1",
-#     "tensorboard==2.21.0",
-#     "wandb==0.31.0",
-#     "envpool==1.2.5",
+#     "torch==2.13.0", "gymnasium==1.4.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0", "envpool==1.2.5",
 # ]
 # ///

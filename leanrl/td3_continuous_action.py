@@ -203,7 +203,7 @@ class TD3:
 
     def policy(self):
         """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
-        return copy.deepcopy(self.actor).cpu(), (torch.zeros(2, self.obs_dim),)
+        return copy.deepcopy(self.actor).cpu().eval(), (torch.zeros(2, self.obs_dim),)
 
     def state_dict(self):
         """What the learner needs to continue bit for bit, on the CPU or on the device."""

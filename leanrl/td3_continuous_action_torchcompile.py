@@ -274,7 +274,7 @@ class TD3:
 
     def policy(self):
         """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
-        return copy.deepcopy(self.actor).cpu(), (torch.zeros(2, self.obs_dim),)
+        return copy.deepcopy(self.actor).cpu().eval(), (torch.zeros(2, self.obs_dim),)
 
     def tensors(self):
         """Every tensor that updates change, but the replay buffer. What is missing here is not saved."""
@@ -322,7 +322,7 @@ class Adam:
     beta1, beta2, eps = 0.9, 0.999, 1e-8
 
     def __init__(self, weights, lr):
-        self.weights = list(weights)
+        self.weights = [w for w in weights if w.requires_grad]
         self.m = [torch.zeros_like(w) for w in self.weights]
         self.v = [torch.zeros_like(w) for w in self.weights]
         device = self.weights[0].device

@@ -29,7 +29,7 @@ from benchmark.algorithms import ALGORITHMS
 from benchmark.speed.interleaved import TimeSlices
 from benchmark.speed.rounds import PEER_MODULES
 from common.arguments import refuse, stop
-from common.scripts import load
+from common.scripts import load, optimizers_of
 from common.tables import Table
 
 try:
@@ -176,7 +176,8 @@ def check_args(peer, script, args):
 
 def prepare(script, args):
     """As the script's `prepare`, and give JAX, which must not be imported yet, torch's threads and float32 matmuls."""
-    device = script.prepare(args)
+    prepared = script.prepare(args)
+    device = prepared[0] if isinstance(prepared, tuple) else prepared  # the second edition makes the folder elsewhere
     os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = args.matmul_precision
     os.environ["PJRT_NPROC"] = str(torch.get_num_threads())
     return device
@@ -224,7 +225,7 @@ def make_model(peer, algo, script, args, device):
     name = CLASSES[algo]
     ours = make_ours(algo, script, args)
     envs = Games(script, args) if is_atari(script) else make_vec_env(args.env_id, args.num_envs)
-    optimizer = next(iter(ours.optimizers.values()))
+    optimizer = next(iter(optimizers_of(ours).values()))
     policy = {"net_arch": hidden_layers(peer, algo, ours), "optimizer_kwargs": {"eps": optimizer.defaults["eps"]}}
     settings = {theirs: getattr(args, flag) for flag, theirs in NAMES[name].items()}
     if name == "PPO":
@@ -385,7 +386,7 @@ def our_settings(algo, script, args):
     name = CLASSES[algo]
     learner = make_ours(algo, script, args)
     rows = networks_in_torch(nn.ModuleDict(networks_of(learner)))
-    rows |= optimizers_in_torch(learner.optimizers, getattr(args, "anneal_lr", False))
+    rows |= optimizers_in_torch(optimizers_of(learner), getattr(args, "anneal_lr", False))
     rows |= {flag: getattr(args, flag) for flag in NAMES[name]}
     if name == "PPO":
         rows["minibatch"] = args.num_envs * args.num_steps // args.num_minibatches

@@ -85,7 +85,8 @@ def learned(path, algo, mode):
     def on_start(run):
         def on_log(losses):
             networks = run.learner.state_dict()["networks"].values()
-            logs.append(torch.cat([tensor.double().flatten() for network in networks for tensor in network.values()]))
+            tensors = [tensor.detach() for network in networks for tensor in network.values()]
+            logs.append(torch.cat([tensor.double().flatten() for tensor in tensors]))
 
         before_each_log(run, on_log)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from gymnasium.vector import AutoresetMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -160,10 +161,15 @@ def environments_alone(script, flags, seconds):
     speeds = []
 
     def on_start(run):
-        actions = [run.envs.action_space.sample() for _ in range(16)]
+        envs = run.envs
+        by_hand = getattr(envs, "metadata", {}).get("autoreset_mode") is AutoresetMode.DISABLED  # not in Atari
+        actions = [envs.action_space.sample() for _ in range(16)]
+        envs.reset()
         steps, begin = 0, time.perf_counter()
         while time.perf_counter() < begin + seconds:
-            run.envs.step(actions[steps % len(actions)])
+            _, _, terminated, truncated, _ = envs.step(actions[steps % len(actions)])
+            if by_hand and (ended := terminated | truncated).any():
+                envs.reset(options={"reset_mask": ended})
             steps += 1
         speeds.append(steps * run.args.num_envs / (time.perf_counter() - begin))
         raise Enough

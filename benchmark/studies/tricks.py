@@ -97,19 +97,57 @@ NO_MODULE_GUARDS = Trick(
     COMPILED,
     ((' | {"guard_filter_fn": needed_guards}', ""),),
 )
-BATCHED_CRITICS = Trick(
-    "batched_critics",
-    "FlatNetwork.__call__",
-    "the critics as one batched matmul per layer, not one after the other",
-    (*COMPILED, "cudagraphs"),  # eager code does without
-    (("batched = args.compile or self.cudagraphs", "batched = False"),),
+OWN_ADAM = Trick(
+    "own_adam",
+    "Adam.step",
+    "Adam in a few operations on all parameters at once, not `torch.optim.Adam`",
+    EAGER,
+    (
+        (
+            "        self.ones = torch.zeros_like(self.betas)",
+            """\
+        settings = {"eps": self.eps, "capturable": device.type == "cuda"}
+        self.optimizer = torch.optim.Adam(self.weights, lr, (self.beta1, self.beta2), **settings)
+        self.ones = torch.zeros_like(self.betas)""",
+        ),
+        (
+            "        self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)\n",
+            """\
+        for parameter, gradient in zip(self.weights, gradients, strict=True):
+            parameter.grad = gradient
+        return self.optimizer.step()
+""",
+        ),
+    ),
 )
-TRANSPOSED_STORAGE = Trick(
-    "transposed_storage",
-    "FlatNetwork.views",
-    "matrices stored transposed, so that gradients need no copy",
-    ALL,
-    (("parameter.view(*lead, *reversed(shape)).mT", "parameter.view(*lead, *shape)"),),
+
+
+def batched_critics(learner):
+    return Trick(
+        "batched_critics",
+        f"{learner}.q_values",
+        "the critics as one batched matmul per layer, not one after the other",
+        (*COMPILED, "cudagraphs"),  # eager code does without
+        (("        if self.args.compile or self.args.cudagraphs:\n", "        if False:\n"),),
+    )
+
+
+def fast_acting(learner):
+    return Trick(
+        "compiled_acting",
+        f"{learner}.fast",
+        "acting and storing compiled too",
+        ("compile",),
+        (("        self.store_and_act = self.fast(self.store_and_act)\n", ""),),
+    )
+
+
+NEEDED_GUARDS = Trick(
+    "no_module_guards",
+    "needed_guards",
+    "compiled code without guards on layers, not with them",
+    COMPILED,
+    (('            options["guard_filter_fn"] = needed_guards\n', ""),),
 )
 NUMPY_ACTING = Trick(
     "numpy_acting",
@@ -148,44 +186,14 @@ DIRECT_ENVS = Trick(
 # SAC
 # ---------------------------------------------------------------------------------------------------------------------
 
-SAC = (
-    BATCHED_CRITICS,
-    Trick(
-        "no_critic_gradient",
-        "SAC.update_actor",
-        "no gradient for the critics' weights in the actor's loss",
-        EAGER,
-        (
-            (
-                """\
-            q = self.critics(obs, actions).amin(0)
-            actor_loss = (alpha * log_prob - q).mean()
-            (gradient,) = torch.autograd.grad(actor_loss, weights)
-""",
-                """\
-            critic_weights = self.critics.weights.detach().requires_grad_()
-            q = self.critics(obs, actions, weights=critic_weights).amin(0)
-            actor_loss = (alpha * log_prob - q).mean()
-            gradient, _ = torch.autograd.grad(actor_loss, (weights, critic_weights))
-""",
-            ),
-        ),
-    ),
-    flat_adam(
-        ("Adam(self.actor.weights, args.policy_lr)", "self.actor"),
-        ("Adam(self.critics.weights, args.q_lr)", "self.critics"),
-    ),
-    TRANSPOSED_STORAGE,
-    compiled_acting("SAC.store_and_act"),
-    NO_MODULE_GUARDS,
-)
+SAC = (batched_critics("SAC"), OWN_ADAM, fast_acting("SAC"), NEEDED_GUARDS)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # TD3
 # ---------------------------------------------------------------------------------------------------------------------
 
 TD3 = (
-    BATCHED_CRITICS,
+    batched_critics("TD3"),
     Trick(
         "first_critic_alone",
         "TD3.update_actor",
@@ -193,47 +201,35 @@ TD3 = (
         ALL,
         (
             (
-                "self.critics.members[0](obs, actions)",
-                "self.critics(obs, actions)[0]",
-            ),
-        ),
-    ),
-    Trick(
-        "no_critic_gradient",
-        "TD3.update_actor",
-        "no gradient for the critics' weights in the actor's loss",
-        EAGER,
-        (
-            (
                 """\
-        actor_loss = -self.critics.members[0](obs, actions).mean()
-        (gradient,) = torch.autograd.grad(actor_loss, weights)
+        first = {name: weights[0].detach() for name, weights in self.critics.items()}
+        actor_loss = -functional_call(self.critic, first, (obs, self.actor(obs))).mean()
 """,
                 """\
-        critic_weights = self.critics.weights.detach().requires_grad_()
-        first = {name: view[0] for name, view in self.critics.views(critic_weights).items()}
-        actor_loss = -self.critics.call(first, obs, actions).mean()
-        gradient, _ = torch.autograd.grad(actor_loss, (weights, critic_weights))
+        critics = {name: weights.detach() for name, weights in self.critics.items()}
+        actor_loss = -self.q_values(critics, obs, self.actor(obs))[0].mean()
 """,
             ),
         ),
     ),
-    flat_adam(
-        ("Adam(self.actor.weights, args.learning_rate)", "self.actor"),
-        ("Adam(self.critics.weights, args.learning_rate)", "self.critics"),
-    ),
+    OWN_ADAM,
     Trick(
         "compiled_sampling",
         "TD3.update_critics",
         "rows looked up and gathered inside the compiled update, not before it",
         COMPILED,
         (
-            ("def update_critics(self, uniform, noise):", "def update_critics(self, batch, noise):"),
-            ("        batch = self.replay.sample(uniform)\n", ""),
-            ("self.update_critics(self.uniform, ", "self.update_critics(self.replay.sample(self.uniform), "),
+            ("        self.batch.copy_(self.replay.sample(self.uniform))\n", ""),
+            (
+                "        self.update_critics()\n",
+                """\
+        self.batch.copy_(self.replay.sample(self.uniform))
+        self.update_critics()
+""",
+            ),
         ),
     ),
-    compiled_acting("TD3.store_and_act"),
+    fast_acting("TD3"),
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -297,43 +293,70 @@ PPO = (
 # ---------------------------------------------------------------------------------------------------------------------
 
 DQN = (
-    NUMPY_ACTING,
-    DIRECT_ENVS,
+    Trick(
+        "numpy_acting",
+        "in_numpy",
+        "acting in NumPy, not by calling the module",
+        ALL,
+        (
+            (
+                "        self.forward = in_numpy(self.network)\n",
+                "        self.forward = lambda x: self.network(torch.from_numpy(x)).numpy()\n",
+            ),
+        ),
+    ),
+    Trick(
+        "direct_envs",
+        "DirectEnvs.step",
+        "environments stepped by the script, not by `SyncVectorEnv`",
+        ALL,
+        (("envs = DirectEnvs(make_envs(args, folder))", "envs = make_envs(args, folder)"),),
+    ),
     Trick(
         "one_crossing",
         "DQN.send_block",
         "transitions stored on the device once per update, not one by one",
         ALL,
-        (
-            (
-                "        self.collected += self.num_envs\n",
-                """\
-        self.collected += self.num_envs
-        self.send_block()
-        self.store_block()
-""",
-            ),
-        ),
+        (("        self.collected += len(obs)\n", "        self.collected += len(obs)\n        self.store_block()\n"),),
     ),
-    flat_adam(("Adam(self.q.weights, args.learning_rate)", "self.q")),
+    OWN_ADAM,
     Trick(
         "compiled_sampling",
-        "DQN.store_and_update",
+        "DQN.store_and_learn",
         "storing and sampling inside the compiled update, not before it",
         COMPILED,
         (
-            ("def store_and_update(self, uniform):", "def store_and_update(self, batch):"),
-            ("        self.store_block()\n        batch = self.replay.sample(uniform)\n", ""),
             (
-                "        self.scalars.store(**self.store_and_update(self.uniform))\n",
                 """\
-        self.store_block()
-        self.scalars.store(**self.store_and_update(self.replay.sample(self.uniform)))
+        self.replay.write(self.block, self.received)
+        batch = self.replay.sample(self.uniform)
+        obs, next_obs, actions, rewards, terminated = batch.split""",
+                "        obs, next_obs, actions, rewards, terminated = self.batch.split",
+            ),
+            (
+                "        self.store_and_learn = self.fast(self.store_and_learn)\n",
+                """\
+        self.store_and_learn = self.fast(self.store_and_learn)
+        self.batch = torch.zeros(args.batch_size, sum(self.widths), device=device)
+""",
+            ),
+            (
+                "        self.store_and_learn()\n",
+                """\
+        self.replay.write(self.block, self.received)
+        self.batch.copy_(self.replay.sample(self.uniform))
+        self.store_and_learn()
 """,
             ),
         ),
     ),
-    NO_MODULE_GUARDS,
-    cpp_wrapper("DQN.apply_compile_and_cudagraphs"),
+    NEEDED_GUARDS,
+    Trick(
+        "cpp_wrapper",
+        "DQN.fast",
+        "on a CPU, kernels called from C++, not from Python",
+        ("compile",),
+        (('options["cpp_wrapper"] = True', 'options["cpp_wrapper"] = False'),),
+    ),
 )
 TRICKS = {"sac_continuous_action": SAC, "td3_continuous_action": TD3, "ppo_continuous_action": PPO, "dqn": DQN}

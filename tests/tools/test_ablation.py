@@ -16,8 +16,8 @@ EAGER = [(algo, trick) for algo in tricks.TRICKS for trick in ablation.tricks_of
 COMPILED_ALONE = [(a, trick) for a in tricks.TRICKS for trick in tricks.TRICKS[a] if "eager" not in trick.modes]
 MACHINE = {"cpu": "processor", "cores": 2, "memory_gib": 8, "gpu": None, "packages": {"torch": "2"}}
 WRONG = [  # edits that are no tricks
-    ("sac_continuous_action", "next_actions).amin(0)", "next_actions).amax(0)"),
-    ("td3_continuous_action", "self.target_actor.weights.lerp_(", "self.target_actor.weights.lerp("),
+    ("sac_continuous_action", "next_obs, next_actions).amin(0)", "next_obs, next_actions).amax(0)"),
+    ("td3_continuous_action", "torch._foreach_lerp_(targets, weights", "torch._foreach_lerp(targets, weights"),
     ("ppo_continuous_action", "gamma * gae_lambda * (1 - ended)", "gamma * gae_lambda * (1 - terminated)"),
     ("dqn", "self.args.gamma * next_q", "0.98 * next_q"),
 ]
@@ -110,7 +110,7 @@ def test_measuring(tmp_path, monkeypatch):
     speeds = json.loads(path.read_text())["modes"]["eager"]["steps_per_second"]
     ratios = [with_it / without for with_it, without in zip(speeds["untouched"], speeds["numpy_acting"], strict=True)]
     assert len(ratios) == 2 and min(ratios) > 1.3
-    assert f"| `on_host` | {spread(ratios, '{:.2f}')} |" in ablation.text("dqn", tmp_path / "results")
+    assert f"| `in_numpy` | {spread(ratios, '{:.2f}')} |" in ablation.text("dqn", tmp_path / "results")
 
 
 def write(path, data):
@@ -126,7 +126,7 @@ def test_table_of_tricks(tmp_path):
     assert any("2.00 (1.10 to 3.00)" in line for line in lines)
     assert "Env-v0, 2-core processor, 8 GiB, torch 2:" in lines
     assert any(line.endswith("| `DirectEnvs.step` | not measured | not measured |") for line in lines)
-    assert any(line.endswith("| `compiled` | | not measured |") for line in lines)
+    assert any(line.endswith("| `needed_guards` | | not measured |") for line in lines)
 
 
 def test_table_and_plot_of_scaling(tmp_path):

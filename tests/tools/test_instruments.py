@@ -27,6 +27,7 @@ from test_docs_debugging import plant
 from test_edits import edited
 from test_training_on_cuda import SIZES
 
+from common.scripts import optimizers_of
 from instruments import __main__ as command
 from instruments import frames, instrument, plots, videos
 from instruments.baseline import RandomBaseline
@@ -122,10 +123,13 @@ def test_each_layer_is_there_with_its_last_change(name, copy, tmp_path, always):
     learner = make_learner(TURBO[name])
     networks = learner.tensors()["networks"]
     wanted = set()
-    for key in learner.optimizers:
+    for key in optimizers_of(learner):
         layers = [layer for layer in networks.get(key, {}) if layer.endswith(("weight", "bias"))]
         buffers = ("bias", "scale")  # of an actor
-        wanted |= {f"{key}.{layer}" for layer in layers if layer not in buffers} or {key}
+        layers = [layer for layer in layers if layer not in buffers]
+        if isinstance(getattr(learner, key, None), dict):  # stacked
+            layers = [f"{i}.{layer}" for i in (0, 1) for layer in layers]
+        wanted |= {f"{key}.{layer}" for layer in layers} or {key}
     moved = 0
     for before, after in itertools.pairwise(sorted(seen)):
         assert seen[after].keys() == wanted
@@ -153,7 +157,7 @@ def test_gradients_are_those_of_the_step(kind, copy, tmp_path, always):
                 gradients = [layers[0] for name, layers in self.layers().items() if name.startswith("critics")]
                 found.extend((m.clone(), g.clone()) for m, g in zip(moments, gradients, strict=True))
             else:
-                found.append((optimizer.m.clone(), optimizer.gradients[0].clone()))
+                found.extend((m.clone(), g[0].clone()) for m, g in zip(optimizer.m, optimizer.gradients, strict=True))
 
     script = copy("sac", kind)
     script.LOG_INTERVAL = 1
@@ -190,15 +194,15 @@ def test_an_intact_run_gets_no_warning(kind, copy, tmp_path, capsys, always):
 def test_exploding_gradients_end_the_run(cudagraphs, copy, tmp_path, always):
     """The loss of the critics grows by a fifth in each update."""
     growing = "        self.growth.mul_(1.2)\n        qf_loss = self.growth * (q - target)"
-    scalars = "        self.scalars = Scalars(device)\n"
+    updates = "        self.updates = 0\n"
     edits = [
         ("        qf_loss = (q - target)", growing),
-        (scalars, f"{scalars}        self.growth = torch.ones((), device=device)\n"),
+        (updates, f"{updates}        self.growth = torch.ones((), device=device)\n"),
     ]
     flags = SIZES["sac"] | {"total_timesteps": 400, "checkpoint_interval": 50, "cudagraphs": cudagraphs}
     with emulated_cuda() if cudagraphs else contextlib.nullcontext():
         run, line = train(copy("sac", "turbo", *edits), tmp_path / "run", [GradientWatch()], **flags)
-    assert "the gradient of critics." in line and "explodes" in line and "checkpoint.pt is from before" in line
+    assert "the gradient of critics." in line and "explodes" in line
     step = int(line.split("step ")[1].split(":")[0])
     checkpoint = torch.load(run / "checkpoint.pt")
     assert step - 50 <= checkpoint["global_step"] < step
@@ -211,7 +215,6 @@ def test_a_reward_that_is_nan_ends_the_run_and_names_the_layers(name, kind, copy
     flags = SIZES[name] | {"env_id": "Spoilt-v0", "total_timesteps": 400, "checkpoint_interval": 20}
     run, line = train(copy(name, kind), tmp_path / "run", [GradientWatch()], **flags)
     assert "the gradient of " in line and "all layers of critics" in line and "is not finite" in line
-    assert "the environment returned a NaN" in line
     checkpoint = torch.load(run / "checkpoint.pt")
     assert all(x.isfinite().all() for _, x in leaves(checkpoint["learner"]["networks"]))
 
@@ -227,13 +230,13 @@ def test_one_layer_that_is_not_finite_is_named(copy, tmp_path, always):
 def test_the_first_gradient_that_is_not_finite_is_kept(copy):
     """Later ones would not tell any more which layers were the first."""
     script = copy("sac")
-    weights = torch.zeros(4)
+    weights = torch.zeros(4, requires_grad=True)
     keep_gradients(script.Adam)
-    optimizer = script.Adam(weights, 0.1)
+    optimizer = script.Adam([weights], 0.1)
     for gradient in ([1.0, 2.0, 3.0, 4.0], [1.0, math.nan, 3.0, 4.0], [math.nan] * 4):
-        optimizer.step(weights, torch.tensor(gradient))
-    assert optimizer.gradients[0].isnan().tolist() == [False, True, False, False]
-    assert optimizer.tensors().keys() == TURBO["sac"].Adam(weights, 0.1).tensors().keys()
+        optimizer.step((weights * torch.tensor(gradient)).sum())
+    assert optimizer.gradients[0][0].isnan().tolist() == [False, True, False, False]
+    assert optimizer.tensors().keys() == TURBO["sac"].Adam([weights], 0.1).tensors().keys()
 
 
 @pytest.mark.parametrize("name", TURBO)
@@ -257,19 +260,20 @@ def test_gradients_are_read_from_what_cuda_graphs_write(name, copy, tmp_path, al
         assert logged[1][tag] == pytest.approx(norms, rel=1e-4), tag
 
 
-def test_gradients_are_read_from_compiled_updates(copy, tmp_path, always):
+@pytest.mark.parametrize("name", ["dqn", pytest.param("sac", marks=pytest.mark.thorough)])
+def test_gradients_are_read_from_compiled_updates(name, copy, tmp_path, always):
     norms = []
     for compile in (False, True):
         folder = tmp_path / str(compile)
-        run, _ = train(copy("dqn"), folder, [GradientWatch()], **SIZES["dqn"] | {"compile": compile})
-        norms.append({tag: scalars(run, f"gradients/{tag}")[:2] for tag in first_layers("dqn")})
+        run, _ = train(copy(name), folder, [GradientWatch()], **SIZES[name] | {"compile": compile})
+        norms.append({tag: scalars(run, f"gradients/{tag}")[:2] for tag in first_layers(name)})
     assert all(len(own) == 2 for own in norms[0].values())
     for tag, own in norms[0].items():
         assert norms[1][tag] == pytest.approx(own, rel=1e-3), tag
 
 
 def first_layers(name):
-    key = next(iter(make_learner(TURBO[name]).optimizers))
+    key = next(iter(optimizers_of(make_learner(TURBO[name]))))
     networks = make_learner(TURBO[name]).tensors()["networks"][key]
     return [f"{key}.{layer}" for layer in networks if layer.endswith("weight")]
 

@@ -90,7 +90,7 @@ def test_optimisers_make_as_many_steps_as_ours(peers, algo, tmp_path):
     args = script.Args(env_id=env_id, run_dir=str(tmp_path), **length)
     learners = []
     scripts.train(script, args, lambda run: learners.append(run.learner))
-    ours = steps(learners[0].optimizers)
+    ours = steps(scripts.optimizers_of(learners[0]))
 
     models = {}
     for peer in peers.PEER_MODULES:
