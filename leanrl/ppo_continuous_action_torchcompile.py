@@ -217,7 +217,8 @@ class PPO:
         """One step of Adam on the loss of `minibatch`."""
         policy_loss, value_loss, entropy, _ = self.loss(self.minibatch)
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
-        grad_norm = self.optimizers["agent"].step(loss)
+        gradient = self.optimizers["agent"].gradient(loss)
+        grad_norm = self.optimizers["agent"].step(gradient)
         self.store(grad_norm=grad_norm)
 
     def learn(self):
@@ -296,7 +297,7 @@ class PPO:
             options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
         else:
             options["cpp_wrapper"] = True  # kernels are called from C++
-        return torch.compile(function, fullgraph=True, isolate_recompiles=True, options=options)
+        return torch.compile(function, fullgraph=True, options=options)
 
     def captured(self, function):
         """`function`, which has no arguments and no results, as a CUDA graph if --cudagraphs says so."""
@@ -454,7 +455,7 @@ class ClippedAdam:
     beta1, beta2, eps = 0.9, 0.999, 1e-5
 
     def __init__(self, weights, lr, max_grad_norm):
-        self.weights = list(weights)
+        self.weights = [w for w in weights if w.requires_grad]
         self.max_grad_norm = max_grad_norm
         device = self.weights[0].device
         self.m = torch.zeros(sum(w.numel() for w in self.weights), device=device)
@@ -463,11 +464,13 @@ class ClippedAdam:
         self.betas = torch.tensor((self.beta1, self.beta2), dtype=torch.float64, device=device)
         self.ones = torch.zeros_like(self.betas)  # the same averages as m and v, of ones: they correct the bias
 
+    def gradient(self, loss):
+        """The gradient of `loss`, one vector."""
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.weights)])
+
     @torch.no_grad()
-    def step(self, loss):
-        """Move the weights one step against the gradient of `loss`, in place; returns its norm before clipping."""
-        gradients = torch.autograd.grad(loss, self.weights)
-        gradient = torch.cat([g.flatten() for g in gradients])
+    def step(self, gradient):
+        """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
         norm = gradient.norm()
         gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
 
@@ -486,8 +489,10 @@ class ClippedAdam:
 
 
 def needed_guards(guards):
-    """Which guards a compiled function checks at each call: those on Python numbers. Tensors stay where they are."""
-    return [guard.guard_type == "CONSTANT_MATCH" for guard in guards]
+    """Which guards a compiled function checks at each call: not those on layers, imported modules and constants."""
+    not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
+    return [keep and keep_too for keep, keep_too in zip(not_layers, not_globals, strict=True)]
 
 
 def load_tensors(tensors, saved):

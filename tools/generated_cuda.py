@@ -58,6 +58,7 @@ CARDS = {  # by compute capability: name, multiprocessors, shared memory of a bl
     100: ("NVIDIA B200", 148, 232448, 126 << 20),
 }
 CUDA = torch.device("cuda", 0)
+CODES = {}  # that `cuda_code` has generated, by graph, inputs, card and options
 KERNEL = re.compile(r"^(triton_\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str='cuda'\)", re.M | re.S)
 
 
@@ -153,19 +154,28 @@ class Generated(BaseException):
 def cuda_code(gm, inputs, capability=90, options=None):
     """Inductor's Python module for a graph of aten operators: Triton kernels, and `call`, which launches them.
 
-    `gm` is the graph that AOTAutograd gives to inductor on the CPU, `inputs` are its tensors.
+    `gm` is the graph that AOTAutograd gives to inductor on the CPU, `inputs` are its tensors. The same code is generated
+    once.
     """
+    key = (gm.code, emulated_cuda.form(inputs), capability, str(options))
+    if key not in CODES:
+        CODES[key] = generate(gm, inputs, capability, options or {})
+    return CODES[key]
+
+
+def generate(gm, inputs, capability, options):
+    """`cuda_code`, each time anew."""
     gm = copy.deepcopy(gm)
     for node in gm.graph.nodes:
         node.args = replace_devices(node.args)
         node.kwargs = replace_devices(node.kwargs)
     gm.recompile()
 
-    def generate(lowering):
+    def end_with_code(lowering):
         code, _ = lowering.codegen()
         raise Generated(getattr(code, "value", code))
 
-    options = (options or {}) | {"profile_bandwidth": True}  # tells how many bytes a kernel reads and writes
+    options = options | {"profile_bandwidth": True}  # tells how many bytes a kernel reads and writes
     with described_card(capability), torch._inductor.config.patch(options), FakeTensorMode() as mode:
         fakes = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA) if torch.is_tensor(x) else x
@@ -178,7 +188,7 @@ def cuda_code(gm, inputs, capability=90, options=None):
         compiler = compile_fx._InProcessFxCompile()
         tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
         debug = V.set_debug_handler(DebugContext())
-        with tracing, debug, mock.patch.object(graph.GraphLowering, "compile_to_module", generate):
+        with tracing, debug, mock.patch.object(graph.GraphLowering, "compile_to_module", end_with_code):
             try:
                 compiler.codegen_and_compile(gm, fakes, [], kwargs)
             except Generated as generated:
@@ -600,7 +610,7 @@ def error_beyond_rounding(got, wanted, exact):
 
 def on_the_cpu(tensor, memo):
     """The memory of a tensor of the emulated device."""
-    memory = tensor.memory
+    memory = tensor.memory.detach().requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
         memory = torch.nn.Parameter(memory, requires_grad=tensor.requires_grad)
     memo[id(tensor)] = memory
