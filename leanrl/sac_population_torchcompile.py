@@ -833,24 +833,23 @@ class Population(Run):
         self.runs = {}  # of the other agents
         for i, (agent, own_envs) in enumerate(zip(learner.agents, envs, strict=True)):
             if agent_name(i) not in self.ended:
-                own = SimpleNamespace(device=learner.device)  # the agent's learner
+                own_learner = SimpleNamespace(device=learner.device)
                 for name in ("policy", "state_dict", "load_state_dict"):
-                    setattr(own, name, partial(getattr(learner, name), i))
-                self.runs[i] = Run(agent, folder / agent_name(i), own_envs, own)
+                    setattr(own_learner, name, partial(getattr(learner, name), i))
+                self.runs[i] = Run(agent, folder / agent_name(i), own_envs, own_learner)
                 self.runs[i].bar.set_description(agent_name(i))
                 self.runs[i].handlers = {}  # signals are the population's
         self.saved_step = self.step
 
     def restore(self, checkpoint):
         """Find each agent's checkpoint of the step at which the population was saved."""
-        try:
-            before = [agent.seed for agent in agents_of(SimpleNamespace(**checkpoint["args"]))]
-            self.step, self.ended = checkpoint["global_step"], checkpoint["ended"]
-        except Exception as error:
-            refuse("resume", self.args.resume, f"give the folder of a population ({error!r})")
-        now = [agent.seed for agent in self.learner.agents]
+        if "ended" not in checkpoint:
+            refuse("resume", self.args.resume, "give the folder of a population")
+        self.step, self.ended = checkpoint["global_step"], checkpoint["ended"]
+        saved = agents_of(SimpleNamespace(**checkpoint["args"]))
+        now, before = (" ".join(str(agent.seed) for agent in agents) for agents in (self.learner.agents, saved))
         if now != before:
-            refuse("seeds", " ".join(map(str, now)), f"the checkpoint has {' '.join(map(str, before))}")
+            refuse("seeds", now, f"the checkpoint has {before}")
         for i, agent in enumerate(self.learner.agents):
             if agent_name(i) not in self.ended:
                 paths = [path for path in checkpoints_in(agent.resume) if path.exists()]
