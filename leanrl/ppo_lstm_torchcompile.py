@@ -547,9 +547,10 @@ class Normalizer:
 
 
 class ClippedAdam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) with clipped gradients, which can be part of a compiled function.
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) on clipped gradients, which can be part of a compiled function.
 
-    torch.optim's cannot. To change the learning rate at any time, fill the tensor `lr`.
+    torch.optim's cannot. The gradients of all weights are one vector here, which has one norm and one Adam. To change
+    the learning rate at any time, fill the tensor `lr`.
     """
 
     beta1, beta2, eps = 0.9, 0.999, 1e-5
@@ -557,9 +558,9 @@ class ClippedAdam:
     def __init__(self, weights, lr, max_grad_norm):
         self.weights = list(weights)
         self.max_grad_norm = max_grad_norm
-        self.m = [torch.zeros_like(w) for w in self.weights]
-        self.v = [torch.zeros_like(w) for w in self.weights]
         device = self.weights[0].device
+        self.m = torch.zeros(sum(w.numel() for w in self.weights), device=device)
+        self.v = torch.zeros_like(self.m)
         self.lr = torch.tensor(lr, dtype=torch.float64, device=device)
         self.betas = torch.tensor((self.beta1, self.beta2), dtype=torch.float64, device=device)
         self.ones = torch.zeros_like(self.betas)  # the same averages as m and v, of ones: they correct the bias
@@ -571,20 +572,17 @@ class ClippedAdam:
     @torch.no_grad()
     def descend(self, gradients):
         """Move the weights one step against `gradients`, in place; returns their norm before clipping."""
-        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
-        gradients = torch._foreach_mul(gradients, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1))
-        self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
-        torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
-        torch._foreach_mul_(self.v, self.beta2)
-        torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
+        gradient = torch.cat([g.flatten() for g in gradients])
+        norm = gradient.norm()
+        gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
 
-        # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
+        self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
         ones1, ones2 = self.ones.unbind()
-        root = ones2.sqrt()
-        denominator = torch._foreach_sqrt(self.v)
-        torch._foreach_add_(denominator, (self.eps * root).float())
-        torch._foreach_mul_(denominator, (ones1 / (self.lr * root)).float())
-        torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
+        self.m.lerp_(gradient, 1 - self.beta1)
+        self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        change = self.m / ((self.v / ones2).sqrt() + self.eps) * (self.lr / ones1)
+        parts = change.split([w.numel() for w in self.weights])
+        torch._foreach_sub_(self.weights, [part.view_as(w) for part, w in zip(parts, self.weights, strict=True)])
         return norm
 
     def tensors(self):
