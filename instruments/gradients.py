@@ -135,21 +135,21 @@ class GradientWatch(Instrument):
 def keep_gradients(adam):
     """Let a script's Adam keep its newest gradients; or, for all that follow, the first that were not finite.
 
-    They are what its first moments have moved by.
+    They are what its first moments, a list or one vector, have moved by.
     """
     initialize, step = adam.__init__, adam.step
 
     def __init__(self, weights, *settings):
         initialize(self, weights, *settings)
-        self.gradients = [w.new_zeros(2, *w.shape) for w in self.weights]  # row 1: after some that were not finite
+        self.gradients = [m.new_zeros(2, *m.shape) for m in listed(self.m)]  # row 1: after some that were not finite
         self.row = torch.zeros(1, dtype=torch.int64, device=self.weights[0].device)
 
     def step_and_keep(self, loss):
-        without = [m.lerp(torch.zeros_like(m), 1 - self.beta1) for m in self.m]  # as if the gradient were 0
+        without = [m.lerp(torch.zeros_like(m), 1 - self.beta1) for m in listed(self.m)]  # as if the gradient were 0
         result = step(self, loss)
         with torch.no_grad():
             finite = torch.ones((), dtype=torch.bool, device=self.row.device)
-            for kept, m, rest in zip(self.gradients, self.m, without, strict=True):
+            for kept, m, rest in zip(self.gradients, listed(self.m), without, strict=True):
                 gradient = (m - rest) / (1 - self.beta1)
                 gradient = gradient.masked_fill(gradient.abs() <= ROUNDING * m.abs(), 0.0)
                 kept.index_copy_(0, self.row, gradient.unsqueeze(0))
@@ -158,6 +158,19 @@ def keep_gradients(adam):
         return result
 
     adam.__init__, adam.step = __init__, step_and_keep
+
+
+def listed(moments):
+    """The moments of an Adam as a list, also if they are one vector for all weights."""
+    return moments if isinstance(moments, list) else [moments]
+
+
+def by_weight(moments, weights):
+    """The parts of `moments` that belong to each of `weights`."""
+    if len(moments) == len(weights):
+        return moments
+    (vector,) = moments
+    return [part.view_as(w) for part, w in zip(vector.split([w.numel() for w in weights]), weights, strict=True)]
 
 
 class TurboLayers:
@@ -180,10 +193,11 @@ class TurboLayers:
         optimizer = self.optimizer
         ones1, ones2 = optimizer.ones
         layers = {}
-        columns = (self.names, optimizer.gradients, optimizer.weights, optimizer.m, optimizer.v)
-        for name, gradients, weights, m, v in zip(*columns, strict=True):
+        moments = ([kept[0] for kept in optimizer.gradients], listed(optimizer.m), listed(optimizer.v))
+        columns = [by_weight(column, optimizer.weights) for column in moments]
+        for name, weights, gradient, m, v in zip(self.names, optimizer.weights, *columns, strict=True):
             change = optimizer.lr * (m / ones1) / ((v / ones2).sqrt() + optimizer.eps)
-            triple = (gradients[0], weights.detach(), change.float())
+            triple = (gradient, weights.detach(), change.float())
             if self.stacked:
                 layers |= {name.format(i): member for i, member in enumerate(zip(*triple, strict=True))}
             else:

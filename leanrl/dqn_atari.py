@@ -290,10 +290,11 @@ class FrameReplay:
         return frames[:, :-1], frames[:, 1:], *outcomes
 
     def tensors(self, stepped):
-        """All tensors by name; of the columns the part that is filled after so many steps."""
-        columns = {name: column[: stepped * self.num_envs] for name, column in self.columns.items()}
-        counters = {"first_now": self.first, "stepped": self.stepped, "stored": self.stored}
-        return columns | counters | {"transitions": self.transitions, "stored_before": self.stored_before}
+        """All tensors by name; of the large ones the part that is filled after so many steps."""
+        large = self.columns | {"transitions": self.transitions}
+        filled = {name: column[: stepped * self.num_envs] for name, column in large.items()}
+        counts = {"stepped": self.stepped, "stored": self.stored, "stored_before": self.stored_before}
+        return filled | counts | {"first_now": self.first}
 
     def state_dict(self):
         """What is stored, in the memory where it is: a checkpoint needs no copy of gigabytes.

@@ -159,7 +159,8 @@ class PPO:
         self.host_rollout = torch.zeros(args.num_steps, envs.num_envs, sum(self.rollout_widths), pin_memory=on_cuda)
         self.rollout = self.host_rollout.to(device)  # on a CPU the same memory
         columns = [column.numpy() for column in self.host_rollout.split(self.rollout_widths, -1)]
-        self.obs, self.next_obs, self.actions, self.rewards, self.terminated, self.ended = columns
+        self.obs, self.next_obs, self.actions, *scalars = columns
+        self.rewards, self.terminated, self.ended = (scalar[..., 0] for scalar in scalars)
 
         # its transitions, and the minibatch of an update: observations, actions, and four columns of numbers
         self.batch_widths = [obs_dim, act_dim, 1, 1, 1, 1]
@@ -216,7 +217,8 @@ class PPO:
         """One step of Adam on the loss of `minibatch`."""
         policy_loss, value_loss, entropy, _ = self.loss(self.minibatch)
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
-        grad_norm = self.optimizers["agent"].step(loss)
+        gradient = self.optimizers["agent"].gradient(loss)
+        grad_norm = self.optimizers["agent"].step(gradient)
         self.store(grad_norm=grad_norm)
 
     def learn(self):
@@ -278,9 +280,9 @@ class PPO:
         """
         obs, rewards = self.normalizer.normalize(act_on, rewards, ended)
         self.next_obs[t] = obs if act_on is next_obs else self.normalizer.scale_obs(next_obs)
-        self.rewards[t, :, 0] = rewards
-        self.terminated[t, :, 0] = terminated if self.args.bootstrap_truncation else ended
-        self.ended[t, :, 0] = ended
+        self.rewards[t] = rewards
+        self.terminated[t] = terminated if self.args.bootstrap_truncation else ended
+        self.ended[t] = ended
         return obs
 
     def compiled(self, function):
@@ -295,7 +297,7 @@ class PPO:
             options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
         else:
             options["cpp_wrapper"] = True  # kernels are called from C++
-        return torch.compile(function, fullgraph=True, isolate_recompiles=True, options=options)
+        return torch.compile(function, fullgraph=True, options=options)
 
     def captured(self, function):
         """`function`, which has no arguments and no results, as a CUDA graph if --cudagraphs says so."""
@@ -314,7 +316,7 @@ class PPO:
 
     def policy(self):
         """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
-        return copy.deepcopy(self.agent).cpu(), (torch.zeros(2, self.obs_dim),)
+        return copy.deepcopy(self.agent).cpu().eval(), (torch.zeros(2, self.obs_dim),)
 
     def tensors(self):
         """Every tensor that updates change. What is missing here is not saved."""
@@ -366,7 +368,7 @@ def numpy_function(module):
     For a few rows of a small network torch takes tens of microseconds, almost all of them before it computes anything,
     and NumPy a few. What is not listed here is called in torch.
     """
-    if type(module) is nn.Sequential:
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         functions = [numpy_function(layer) for layer in module]
 
         def sequence(x):
@@ -376,26 +378,33 @@ def numpy_function(module):
 
         return sequence
     if type(module) is nn.Linear and module.bias is not None:
-        weight, bias = module.weight.detach().numpy().T, module.bias.detach().numpy()
+        weight, bias = module.weight.detach().numpy().T, module.bias.detach().numpy()[None]
         return lambda x: x.dot(weight) + bias
     if type(module) is nn.Tanh:
         return np.tanh
     if type(module) is nn.ReLU:
-        return lambda x: np.maximum(x, 0)
+        return partial(np.maximum, np.zeros((), np.float32))  # a Python 0 would be converted at each call
     return lambda x: module(torch.from_numpy(x)).detach().numpy()
 
 
 class DirectEnvs(gym.vector.VectorWrapper):
-    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do.
-
-    No autoreset, and no infos.
-    """
+    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do."""
 
     def step(self, actions):
-        steps = [env.step(action) for env, action in zip(self.env.envs, actions, strict=True)]
-        obs, rewards, terminated, truncated, _ = zip(*steps, strict=True)
-        self.env._env_obs = list(obs)  # where `reset` finds those of the environments that it does not reset
-        return np.array(obs), np.array(rewards), np.array(terminated), np.array(truncated), {}
+        """As in gymnasium, without infos; where an episode has ended, call `restart`."""
+        self.obs = [None] * len(actions)
+        rewards = np.empty(len(actions))
+        terminated = np.empty(len(actions), bool)
+        truncated = np.empty(len(actions), bool)
+        for i, env in enumerate(self.env.envs):
+            self.obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+        return np.array(self.obs), rewards, terminated, truncated, {}
+
+    def restart(self, ended):
+        """Reset the environments where `ended`, (num_envs,); returns the observations of all."""
+        for i in ended.nonzero()[0]:
+            self.obs[i], _ = self.env.envs[i].reset()
+        return np.array(self.obs)
 
 
 class Normalizer:
@@ -446,7 +455,7 @@ class ClippedAdam:
     beta1, beta2, eps = 0.9, 0.999, 1e-5
 
     def __init__(self, weights, lr, max_grad_norm):
-        self.weights = list(weights)
+        self.weights = [w for w in weights if w.requires_grad]
         self.max_grad_norm = max_grad_norm
         device = self.weights[0].device
         self.m = torch.zeros(sum(w.numel() for w in self.weights), device=device)
@@ -455,22 +464,30 @@ class ClippedAdam:
         self.betas = torch.tensor((self.beta1, self.beta2), dtype=torch.float64, device=device)
         self.ones = torch.zeros_like(self.betas)  # the same averages as m and v, of ones: they correct the bias
 
+    def gradient(self, loss):
+        """The gradient of `loss`, one vector."""
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.weights)])
+
     @torch.no_grad()
-    def step(self, loss):
-        """Move the weights one step against the gradient of `loss`, in place; returns its norm before clipping."""
-        gradients = torch.autograd.grad(loss, self.weights)
-        gradient = torch.cat([g.flatten() for g in gradients])
+    def step(self, gradient):
+        """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
         norm = gradient.norm()
         gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-
         self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
-        ones1, ones2 = self.ones.unbind()
         self.m.lerp_(gradient, 1 - self.beta1)
         self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
-        change = self.m / ((self.v / ones2).sqrt() + self.eps) * (self.lr / ones1)
-        parts = change.split([w.numel() for w in self.weights])
-        torch._foreach_sub_(self.weights, [part.view_as(w) for part, w in zip(parts, self.weights, strict=True)])
+
+        # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
+        ones1, ones2 = self.ones.unbind()
+        root = ones2.sqrt()
+        denominator = self.v.sqrt().add_(self.eps * root).mul_(ones1 / (self.lr * root))
+        torch._foreach_addcdiv_(self.weights, self.parts(self.m), self.parts(denominator), -1)
         return norm
+
+    def parts(self, vector):
+        """Views of `vector` in the shapes of the weights."""
+        parts = vector.split([w.numel() for w in self.weights])
+        return [part.view_as(w) for part, w in zip(parts, self.weights, strict=True)]
 
     def tensors(self):
         """What a resumed run needs."""
@@ -478,8 +495,10 @@ class ClippedAdam:
 
 
 def needed_guards(guards):
-    """Which guards a compiled function checks at each call: those on Python numbers. Tensors stay where they are."""
-    return [guard.guard_type == "CONSTANT_MATCH" for guard in guards]
+    """Which guards a compiled function checks at each call: not those on layers, imported modules and constants."""
+    not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
+    return [keep and keep_too for keep, keep_too in zip(not_layers, not_globals, strict=True)]
 
 
 def load_tensors(tensors, saved):
@@ -499,8 +518,9 @@ def train(args):
     if args.cudagraphs and device.type == "cpu":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
         args.cudagraphs = False
-    envs = DirectEnvs(make_envs(args, folder))
     check_minibatches(args)
+    envs = DirectEnvs(make_envs(args, folder))
+    require_bounded_actions(args, envs)
     learner = PPO(args, envs, device)
     with Run(args, folder, envs, learner) as run:
         obs, _ = envs.reset(seed=args.seed + run.step)
@@ -516,7 +536,7 @@ def train(args):
                 ended = terminated | truncated
                 act_on = next_obs
                 if ended.any():
-                    act_on, _ = envs.reset(options={"reset_mask": ended})
+                    act_on = envs.restart(ended)
                 obs = learner.record(t, next_obs, rewards, terminated, ended, act_on)
                 run.advance(rewards, ended)
             learner.update(learning_rate)
@@ -548,12 +568,18 @@ def make_envs(args, folder):
         envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError) as error:
         refuse("env_id", args.env_id, error)
-    observations, actions = envs.single_observation_space, envs.single_action_space
-    if len(observations.shape) != 1:
-        refuse("env_id", args.env_id, f"observations must be vectors, not {observations}")
-    if not (isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1 and actions.is_bounded()):
-        refuse("env_id", args.env_id, f"actions must be bounded vectors, not {actions}")
+    space = envs.single_observation_space
+    if len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
     return envs
+
+
+def require_bounded_actions(args, envs):
+    """Refuse actions that are not vectors of floats with bounds."""
+    space = envs.single_action_space
+    bounded = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and space.is_bounded()
+    if not bounded or len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"actions must be bounded vectors of floats, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -596,25 +622,30 @@ def prepare(args):
     return device, Path(args.run_dir) / name.replace("/", "_")
 
 
-def load_checkpoint(path):
+def load_checkpoint(resume):
     """What a run's `save` wrote to this folder or file, on the CPU."""
-    path = Path(path)
+    path = Path(resume)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
     try:
-        file = path / "checkpoint.pt" if path.is_dir() else path
-        return dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
-        refuse("resume", path, f"give the folder of a run with an intact checkpoint.pt ({error})")
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def replace_file(path, write):
     """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"could not write {path}: is the disk full?") from error
 
 
 class ProgressBar(tqdm):
@@ -736,8 +767,8 @@ class Run:
         """Write checkpoint.pt and policy.pt2."""
         state = self.learner.state_dict()
         floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-        if not all(tensor.isfinite().all() for tensor in floats):
-            self.end_at_nan("the checkpoint would hold a number that is not finite")
+        if any(tensor.isnan().any() for tensor in floats):
+            self.end_at_nan("the checkpoint would hold NaN")
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
         checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
@@ -754,14 +785,15 @@ class Run:
                 self.save()
         finally:
             results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
-            results["episodic_return"] = float(np.mean(self.recent_returns)) if self.recent_returns else None
+            finite = [value for value in self.recent_returns if math.isfinite(value)]
+            results["episodic_return"] = float(np.mean(finite)) if finite else None
             (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
             self.envs.close()
             self.writer.close()
             self.bar.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
-        if self.signal is not None and kind is not SystemExit:
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
             raise SystemExit(128 + self.signal)
 
 

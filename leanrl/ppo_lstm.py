@@ -5,7 +5,7 @@ For environments whose observations do not tell all: an LSTM (Hochreiter and Sch
 
 1. The state of the recurrent cell is 0 where an episode begins, also inside a sequence (`PPO.act`, `PPO.unroll`).
 2. Minibatches are whole sequences: all steps of some environments, from the state at the rollout's start on
-   (`PPO.learn_epoch`).
+   (`PPO.update`).
 3. Advantages are estimated by GAE; a truncated episode is not a terminal state, and its last observation is valued with
    the state that has seen the episode (`PPO.make_batch`).
 4. Not only the probability ratio is clipped, but also the change of the values (`PPO.loss`).
@@ -23,15 +23,15 @@ import copy
 import json
 import math
 import os
-import platform
 import shutil
 import signal
 import sys
-import textwrap
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -52,76 +52,44 @@ CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}
 
 @dataclass
 class Args:
-    env_id: str = "CartPole-v1"
-    """gymnasium environment"""
-    cell: Literal["lstm", "gru"] = "lstm"
-    """recurrent cell"""
-    total_timesteps: int = 500_000
-    """environment steps of the whole run, over all environments"""
-    num_envs: int = 16
-    """environments that step together"""
-    num_steps: int = 128
-    """steps of each environment per iteration, the length of a sequence"""
-    learning_rate: float = 1e-3
-    """learning rate of the first iteration"""
-    anneal_lr: bool = True
-    """lower the learning rate linearly to 0 at the end of the run"""
-    gamma: float = 0.99
-    """discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation"""
-    num_minibatches: int = 4
-    """minibatches per epoch, each of the sequences of num_envs / num_minibatches environments"""
-    update_epochs: int = 4
-    """passes over an iteration's transitions"""
-    norm_adv: bool = True
-    """normalize the advantages of each minibatch"""
-    clip_coef: float = 0.2
-    """largest change of the probability ratio from 1 (epsilon in the paper)"""
-    clip_vloss: bool = True
-    """clip the change of the values by --clip-coef too"""
-    ent_coef: float = 0.01
-    """coefficient of the entropy in the loss"""
-    vf_coef: float = 0.5
-    """coefficient of the value loss"""
-    max_grad_norm: float = 0.5
-    """largest norm of a gradient, which is scaled down to it"""
-    target_kl: float | None = None
-    """end an iteration after the epoch in which the approximate KL divergence exceeds this"""
-    bootstrap_truncation: bool = True
-    """bootstrap the value behind a truncated episode; without, a truncation counts as a terminal state"""
+    env_id: str = "CartPole-v1"  # gymnasium environment
+    cell: Literal["lstm", "gru"] = "lstm"  # recurrent cell
+    total_timesteps: int = 500_000  # environment steps of the whole run, over all environments
+    num_envs: int = 16  # environments that step together
+    num_steps: int = 128  # steps of each environment per iteration, the length of a sequence
+    learning_rate: float = 1e-3  # learning rate of the first iteration
+    anneal_lr: bool = True  # lower the learning rate linearly to 0 at the end of the run
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    num_minibatches: int = 4  # minibatches per epoch, each of the sequences of num_envs / num_minibatches environments
+    update_epochs: int = 4  # passes over an iteration's transitions
+    norm_adv: bool = True  # normalize the advantages of each minibatch
+    clip_coef: float = 0.2  # largest change of the probability ratio from 1 (epsilon in the paper)
+    clip_vloss: bool = True  # clip the change of the values by --clip-coef too
+    ent_coef: float = 0.01  # coefficient of the entropy in the loss
+    vf_coef: float = 0.5  # coefficient of the value loss
+    max_grad_norm: float = 0.5  # largest norm of a gradient, which is scaled down to it
+    target_kl: float | None = None  # end an iteration after the epoch whose approximate KL divergence exceeds this
+    bootstrap_truncation: bool = True  # bootstrap the value behind a truncated episode; without, it counts as terminal
 
-    exp_name: str = Path(__file__).stem
-    """name of the experiment, part of the run's folder name"""
-    seed: int = 1
-    """seed of the environments, NumPy and torch"""
-    run_dir: str = "runs"
-    """parent folder of all runs"""
-    resume: str | None = None
-    """run to continue: its folder or its checkpoint.pt, whose flags become the defaults"""
-    checkpoint_interval: int = 0
-    """save a checkpoint every so many environment steps (0: only at the end)"""
-    capture_video: bool = False
-    """record videos of the first environment"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "leanrl"
-    """project on Weights & Biases"""
-    wandb_entity: str | None = None
-    """team on Weights & Biases"""
-    cuda: bool = True
-    """use a CUDA device if there is one"""
-    threads: int = 1
-    """CPU threads for torch (0: torch's default, which is slower for networks this small)"""
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """precision of float32 matmuls and convolutions (high: TF32, medium: bfloat16)"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
+    cuda: bool = True  # use a CUDA device if there is one
+    threads: int = 1  # CPU threads of torch (0: torch's default, slower for networks this small)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    seed: int = 1  # seed of the environments, NumPy and torch
+    run_dir: str = "runs"  # parent folder of all runs
+    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
+    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    capture_video: bool = False  # record videos of the first environment
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # project on Weights & Biases
+    wandb_entity: str | None = None  # team on Weights & Biases
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
 AT_MOST_1 = ("gamma", "gae_lambda")
-POSITIVE = ("learning_rate", "clip_coef", "max_grad_norm", "target_kl")  # others may be 0, none negative
 FIXED = ("env_id", "cell", "num_envs")  # what a resumed run cannot change
 
 
@@ -144,60 +112,87 @@ def recurrent(cell):
 
 
 class Agent(nn.Module):
-    """An encoder and a recurrent cell, whose hidden state is what a policy and a value function see.
+    """An encoder and a recurrent cell, whose hidden state is what the policy and the value function see.
 
-    The policy is categorical, or Gaussian with a standard deviation that does not depend on the observation.
+    The policy is categorical, or Gaussian with a standard deviation that does not depend on the observation. A state is
+    the hidden state and, of an LSTM, its cell state beside it: (..., state_dim).
     """
 
     def __init__(self, obs_dim, action_space, cell):
         super().__init__()
-        discrete = isinstance(action_space, gym.spaces.Discrete)
-        outputs = int(action_space.n) if discrete else action_space.shape[0]
+        self.discrete = isinstance(action_space, gym.spaces.Discrete)
+        self.act_dim = 1 if self.discrete else action_space.shape[0]
+        self.state_dim = 2 * HIDDEN if cell == "lstm" else HIDDEN
+        self.outputs = int(action_space.n) if self.discrete else self.act_dim  # logits or means
         self.encoder = nn.Sequential(linear(obs_dim, 64), nn.Tanh())
         self.cell = recurrent(CELLS[cell](64, HIDDEN))
-        self.actor = linear(HIDDEN, outputs, gain=0.01)
+        self.actor = linear(HIDDEN, self.outputs, gain=0.01)
         self.critic = linear(HIDDEN, 1, gain=1.0)
-        self.log_std = None if discrete else nn.Parameter(torch.zeros(1, outputs))
-        self.state_dim = 2 * HIDDEN if cell == "lstm" else HIDDEN
+        self.register_buffer("obs_mean", torch.zeros(obs_dim, dtype=torch.float64))
+        self.register_buffer("obs_std", torch.ones(obs_dim, dtype=torch.float64))
+        if not self.discrete:
+            self.log_std = nn.Parameter(torch.zeros(1, self.outputs))
+            self.register_buffer("low", torch.tensor(action_space.low, dtype=torch.float32))
+            self.register_buffer("high", torch.tensor(action_space.high, dtype=torch.float32))
 
     def forward(self, obs, state):
-        """Logits or means of the actions, (batch, ...), their log standard deviation or None, values, and next state.
+        """The deterministic policy, which policy.pt2 holds: observations and states to actions and the next states.
 
-        `obs`, (batch, obs_dim), are normalized; `state`, (batch, state_dim), is the hidden state and, of an LSTM, its
-        cell state beside it.
+        Observations, (batch, obs_dim), are not normalized; states have to be 0 where an episode begins.
         """
+        normalized = ((obs - self.obs_mean) / self.obs_std).clamp(-10, 10).float()
+        state = self.remember(normalized, state)
+        outputs = self.actor(state[..., :HIDDEN])
+        return outputs.argmax(-1) if self.discrete else outputs.clamp(self.low, self.high), state
+
+    def remember(self, obs, state):
+        """The next states, (batch, state_dim), for normalized observations, (batch, obs_dim)."""
         features = self.encoder(obs)
         if isinstance(self.cell, nn.LSTMCell):
-            state = torch.cat(self.cell(features, state.chunk(2, -1)), -1)
+            return torch.cat(self.cell(features, state.chunk(2, -1)), -1)
+        return self.cell(features, state)
+
+    def sample(self, state, noise):
+        """Actions, (..., act_dim); `noise` is exponential if they are discrete, else normal, (..., outputs)."""
+        outputs = self.actor(state[..., :HIDDEN])
+        if self.discrete:
+            return (outputs - noise.log()).argmax(-1, keepdim=True)  # -log of exponential noise is Gumbel noise
+        return outputs + self.log_std.exp() * noise
+
+    def evaluate(self, state, actions):
+        """Log-probabilities of actions, (..., act_dim), entropies and values, (...,) each."""
+        outputs = self.actor(state[..., :HIDDEN])
+        if self.discrete:
+            policy = Categorical(logits=outputs, validate_args=False)
+            actions = actions.squeeze(-1)
         else:
-            state = self.cell(features, state)
-        hidden = state[:, :HIDDEN]
-        return self.actor(hidden), self.log_std, self.critic(hidden).squeeze(-1), state
+            gaussian = Normal(outputs, self.log_std.exp(), validate_args=False)
+            policy = Independent(gaussian, 1, validate_args=False)
+        return policy.log_prob(actions), policy.entropy(), self.value(state)
+
+    def value(self, state):
+        """Values, (...,)."""
+        return self.critic(state[..., :HIDDEN]).squeeze(-1)
 
 
 class PPO:
     """The learner: network, optimizer, normalizer and the rollout of an iteration."""
 
-    warmup_updates = 1  # until the speed is steady
-
     def __init__(self, args, envs, device):
         self.args = args
         self.device = device
+        self.obs_dim = obs_dim = envs.single_observation_space.shape[0]
         self.action_space = envs.single_action_space
-        obs_dim = envs.single_observation_space.shape[0]
         with device:
             self.agent = Agent(obs_dim, self.action_space, args.cell)
         self.networks = {"agent": self.agent}
         self.optimizers = {"agent": torch.optim.Adam(self.agent.parameters(), lr=args.learning_rate, eps=1e-5)}
         self.normalizer = Normalizer(envs.num_envs, obs_dim, args.gamma)
-        self.state = torch.zeros(envs.num_envs, self.agent.state_dim, device=device)  # after the last step
-        self.first_state = self.state.clone()  # of the rollout
-        self.starts = np.ones(envs.num_envs, bool)  # where the next step begins an episode
-        shapes = {"obs": (obs_dim,), "next_obs": (obs_dim,), "actions": self.action_space.shape, "log_prob": ()}
-        shapes |= {"values": (), "rewards": (), "terminated": (), "ended": (), "starts": ()}
+        self.state = torch.zeros(envs.num_envs, self.agent.state_dim, device=device)  # after the newest step
+        self.start = np.ones(envs.num_envs, bool)  # where the next step begins an episode
+        shapes = {"obs": (obs_dim,), "next_obs": (obs_dim,), "actions": (self.agent.act_dim,), "rewards": ()}
+        shapes |= {"log_prob": (), "values": (), "terminated": (), "ended": (), "starts": ()}
         shapes |= {"states": (self.agent.state_dim,)}  # after each step
-        width = sum(math.prod(shape) for shape in shapes.values())
-        require_memory(args, "num_steps", bytes_each=4 * envs.num_envs * width)
         steps = (args.num_steps, envs.num_envs)
         self.rollout = {name: torch.zeros(*steps, *shape, device=device) for name, shape in shapes.items()}
         self.updates = 0
@@ -207,29 +202,27 @@ class PPO:
     def make_batch(self):
         """The rollout's transitions with their advantages and returns, by name, (num_steps, num_envs, ...)."""
         rollout = self.rollout
+        next_states = self.agent.remember(rollout["next_obs"].flatten(0, 1), rollout["states"].flatten(0, 1))
+        next_values = self.agent.value(next_states).view_as(rollout["values"])
 
         # GAE (arXiv:1506.02438, eq. 16)
-        _, _, next_values, _ = self.agent(rollout["next_obs"].flatten(0, 1), rollout["states"].flatten(0, 1))
-        next_values = next_values.view_as(rollout["values"]) * (1 - rollout["terminated"])
-        errors = rollout["rewards"] + self.args.gamma * next_values - rollout["values"]
+        deltas = rollout["rewards"] + self.args.gamma * (1 - rollout["terminated"]) * next_values - rollout["values"]
         decay = self.args.gamma * self.args.gae_lambda * (1 - rollout["ended"])
-        advantages = torch.zeros_like(errors)
+        advantages = torch.zeros_like(deltas)
         advantage = 0
         for t in reversed(range(self.args.num_steps)):
-            advantage = errors[t] + decay[t] * advantage
+            advantage = deltas[t] + decay[t] * advantage
             advantages[t] = advantage
 
-        batch = {name: rollout[name] for name in ("obs", "starts", "actions", "log_prob", "values")}
-        return batch | {"advantages": advantages, "returns": advantages + rollout["values"]}
+        return rollout | {"advantages": advantages, "returns": advantages + rollout["values"]}
 
-    def unroll(self, rows, state):
-        """The policy, and values, (num_steps, sequences), for rows of a batch, sequences that begin with `state`."""
-        outputs, values = [], []
-        for obs, starts in zip(rows["obs"], rows["starts"], strict=True):
-            output, log_std, value, state = self.agent(obs, state * (1 - starts)[:, None])
-            outputs.append(output)
-            values.append(value)
-        return distribution(torch.stack(outputs), log_std), torch.stack(values)
+    def unroll(self, obs, starts, state):
+        """The states after all steps, (num_steps, sequences, state_dim), of sequences that begin with `state`."""
+        states = []
+        for step_obs, start in zip(obs, starts, strict=True):
+            state = self.agent.remember(step_obs, (1 - start)[:, None] * state)
+            states.append(state)
+        return torch.stack(states)
 
     def loss(self, rows, state):
         """Policy loss, value loss, entropy and the log of the probability ratio, (num_steps, sequences).
@@ -237,10 +230,11 @@ class PPO:
         `rows` are those of a batch, (num_steps, sequences, ...), `state`, (sequences, state_dim), is where they begin.
         """
         clip = self.args.clip_coef
-        policy, values = self.unroll(rows, state)
+        states = self.unroll(rows["obs"], rows["starts"], state)
+        log_prob, entropy, values = self.agent.evaluate(states, rows["actions"])
 
         # clipped policy loss (eq. 7)
-        log_ratio = policy.log_prob(rows["actions"]) - rows["log_prob"]
+        log_ratio = log_prob - rows["log_prob"]
         ratio = log_ratio.exp()
         advantages = rows["advantages"]
         if self.args.norm_adv:
@@ -254,11 +248,10 @@ class PPO:
             errors = torch.max(errors, (clipped_values - rows["returns"]).square())
         value_loss = 0.5 * errors.mean()
 
-        entropy = policy.entropy().mean()
-        return policy_loss, value_loss, entropy, log_ratio
+        return policy_loss, value_loss, entropy.mean(), log_ratio
 
     def update_minibatch(self, rows, state):
-        """One step of Adam on sequences that begin with `state`; returns losses and statistics from before, by name."""
+        """One step of Adam on sequences that begin with `state`; returns what to log, by name."""
         policy_loss, value_loss, entropy, log_ratio = self.loss(rows, state)
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
         self.optimizers["agent"].zero_grad()
@@ -277,65 +270,70 @@ class PPO:
             "grad_norm": grad_norm,
         }
 
-    def learn_epoch(self, batch):
-        """All sequences once, in minibatches drawn without replacement; returns means of what they return."""
-        num_envs = len(self.state)
-        losses = []
-        for envs in torch.randperm(num_envs, device=self.device).split(num_envs // self.args.num_minibatches):
-            rows = {name: column[:, envs] for name, column in batch.items()}
-            losses.append(self.update_minibatch(rows, self.first_state[envs]))
-        return {name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]}
-
     def update(self, learning_rate):
-        """All epochs over the rollout."""
+        """Learn from the rollout, all sequences once per epoch; the losses to log are means of the last epoch's."""
         self.optimizers["agent"].param_groups[0]["lr"] = learning_rate
+        self.agent.obs_mean.copy_(torch.from_numpy(self.normalizer.obs_mean))
+        self.agent.obs_std.copy_(torch.from_numpy(self.normalizer.obs_std))
         batch = self.make_batch()
         for _ in range(self.args.update_epochs):
-            self.last_losses = self.learn_epoch(batch)
+            losses = []
+            for envs in torch.randperm(len(self.state), device=self.device).chunk(self.args.num_minibatches):
+                rows = {name: column[:, envs] for name, column in batch.items()}
+                losses.append(self.update_minibatch(rows, self.first_state[envs]))
+            self.last_losses = {name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]}
             if self.args.target_kl is not None and self.last_losses["approx_kl"] > self.args.target_kl:
                 break
-        errors = batch["advantages"].var()  # of returns minus values
-        self.last_losses["explained_variance"] = 1 - errors / batch["returns"].var()
+        self.last_losses["explained_variance"] = 1 - batch["advantages"].var() / batch["returns"].var()
         self.updates += 1
+
+    def start_rollout(self):
+        """Keep the state that the rollout begins with."""
+        self.first_state = self.state
 
     @torch.no_grad()
     def act(self, t, obs):
         """Sampled actions for step `t` of the rollout; both are NumPy, (num_envs, ...), `obs` normalized."""
-        if t == 0:
-            self.first_state.copy_(self.state)
         obs = torch.as_tensor(obs, device=self.device)
-        starts = torch.as_tensor(self.starts, dtype=torch.float32, device=self.device)
-        outputs, log_std, values, self.state = self.agent(obs, self.state * (1 - starts)[:, None])
-        policy = distribution(outputs, log_std)
-        actions = policy.sample()
-        self.store(t, obs=obs, starts=starts, states=self.state, values=values)
-        self.store(t, actions=actions, log_prob=policy.log_prob(actions))
-        return environment_actions(actions.cpu().numpy(), self.action_space)
+        starts = torch.as_tensor(self.start, dtype=torch.float32, device=self.device)
+        self.state = self.agent.remember(obs, (1 - starts)[:, None] * self.state)
+        noise = torch.zeros(len(obs), self.agent.outputs, device=self.device)
+        if self.agent.discrete:
+            noise.exponential_()
+        else:
+            noise.normal_()
+        actions = self.agent.sample(self.state, noise)
+        log_prob, _, values = self.agent.evaluate(self.state, actions)
+        self.write(t, obs=obs, starts=starts, states=self.state, actions=actions, log_prob=log_prob, values=values)
+        actions = actions.cpu().numpy()
+        if self.agent.discrete:
+            return actions[:, 0]
+        return actions.clip(self.action_space.low, self.action_space.high)
 
-    def record(self, t, next_obs, last_obs, rewards, terminated, ended):
-        """Store what step `t` led to; all are NumPy, (num_envs, ...). Returns `next_obs` normalized.
+    def record(self, t, next_obs, rewards, terminated, ended, act_on):
+        """Store what step `t` led to; all are NumPy, (num_envs, ...). Returns `act_on` normalized.
 
-        `last_obs` is `next_obs`, but the last observation where an episode ended, as `ended` says.
+        `act_on` is `next_obs`, but the first observation of the next episode where one has ended.
         """
-        obs, rewards = self.normalizer.normalize(next_obs, rewards, ended)
-        last_obs = obs if last_obs is next_obs else self.normalizer.scale_obs(last_obs)
+        obs, rewards = self.normalizer.normalize(act_on, rewards, ended)
+        next_obs = obs if act_on is next_obs else self.normalizer.scale_obs(next_obs)
         terminated = terminated if self.args.bootstrap_truncation else ended
-        self.store(t, next_obs=last_obs, rewards=rewards, terminated=terminated, ended=ended)
-        self.starts[:] = ended
+        self.write(t, next_obs=next_obs, rewards=rewards, terminated=terminated, ended=ended)
+        self.start = ended
         return obs
 
-    def store(self, t, **columns):
+    def write(self, t, **columns):
         """Write columns, (num_envs, ...), as step `t` of the rollout."""
         for name, column in columns.items():
             self.rollout[name][t] = torch.as_tensor(column, device=self.device)
 
     def losses(self):
-        """Losses and statistics of the last update's last epoch, by name."""
+        """The last update's losses and statistics by name."""
         return {name: value.item() for name, value in self.last_losses.items()}
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU."""
-        return Policy(copy.deepcopy(self.agent).cpu(), self.normalizer, self.action_space).eval()
+        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        return copy.deepcopy(self.agent).cpu(), (torch.zeros(2, self.obs_dim), torch.zeros(2, self.agent.state_dim))
 
     def state_dict(self):
         """What the learner needs to continue bit for bit, on the CPU or on the device."""
@@ -343,14 +341,13 @@ class PPO:
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "normalizer": self.normalizer.tensors(),
-            "memory": {"state": self.state, "starts": torch.from_numpy(self.starts)},
             "updates": self.updates,
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all()[:1],  # of the device in use
         }
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned."""
+        """Continue from what `state_dict` returned, with the learning rates of this run's arguments."""
         for name, network in self.networks.items():
             network.load_state_dict(state["networks"][name])
         for name, optimizer in self.optimizers.items():
@@ -358,184 +355,114 @@ class PPO:
             optimizer.load_state_dict(state["optimizers"][name] | own_rates)
         for name, tensor in self.normalizer.tensors().items():
             tensor.copy_(state["normalizer"][name])
-        self.state.copy_(state["memory"]["state"])
-        self.starts[:] = state["memory"]["starts"].numpy()
         self.updates = state["updates"]
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
 
 
-def train(args, on_start=lambda run: None):
-    """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    with MemoryRun(args) as run:
-        check_sequences(args)
-        envs = make_envs(args, run.folder)
-        require_actions(args, envs)
-        learner = PPO(args, envs, run.device)
-        run.start(envs, learner)
-        obs, _ = envs.reset(seed=args.seed + run.step)
-        obs, _ = learner.normalizer.normalize(obs)
-        learner.starts[:] = True  # also of a resumed run, whose checkpoint has the state of other episodes
-        on_start(run)
-        while run.unfinished():
-            learning_rate = args.learning_rate
-            if args.anneal_lr:
-                learning_rate *= 1 - run.step / args.total_timesteps
-            for t in range(args.num_steps):
-                actions = learner.act(t, obs)
-                next_obs, rewards, terminated, truncated, infos = envs.step(actions)
-                last_obs = final_observations(next_obs, infos)
-                ended = terminated | truncated
-                obs = learner.record(t, next_obs, last_obs, rewards, terminated, ended)
-                run.advance(rewards, ended)
-            learner.update(learning_rate)
-            run.log(learner.losses())
-
-
-class Policy(nn.Module):
-    """What policy.pt2 holds, the deterministic policy: observations and state to actions and the next state.
-
-    Observations are (batch, obs_dim), actions (batch, act_dim) or (batch,), the state is (batch, state_dim). It has to
-    be 0 where an episode begins. The policy normalizes observations by the statistics of its time.
-    """
-
-    def __init__(self, agent, normalizer, action_space):
-        super().__init__()
-        self.agent = agent
-        self.discrete = isinstance(action_space, gym.spaces.Discrete)
-        self.register_buffer("mean", torch.tensor(normalizer.mean[:-1]))
-        self.register_buffer("std", torch.tensor(normalizer.std[:-1]))
-        if not self.discrete:
-            self.register_buffer("low", torch.tensor(action_space.low))
-            self.register_buffer("high", torch.tensor(action_space.high))
-
-    def forward(self, obs, state=None):
-        if state is None:
-            state = torch.zeros(obs.shape[0], self.agent.state_dim)
-        scaled = ((obs - self.mean) / self.std).clamp(-10, 10).float()
-        outputs, _, _, state = self.agent(scaled, state)
-        actions = outputs.argmax(-1) if self.discrete else outputs.clamp(self.low, self.high)
-        return actions, state
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the algorithm stands on: distributions, normalization, environments
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def distribution(outputs, log_std):
-    """What actions are drawn from: logits and None, or means and log standard deviations, see `Agent.forward`."""
-    if log_std is None:
-        return Categorical(logits=outputs, validate_args=False)
-    return Independent(Normal(outputs, log_std.exp(), validate_args=False), 1, validate_args=False)
-
-
-def environment_actions(actions, space):
-    """Sampled actions, NumPy, as an environment with the action space `space` takes them."""
-    if isinstance(space, gym.spaces.Discrete):
-        return actions.astype(np.int64)
-    return actions.clip(space.low, space.high)
-
-
 class Normalizer:
     """Scales observations to mean 0 and variance 1, and rewards so that discounted returns have variance 1.
 
-    All environments share the statistics, which are float64 (Chan, Golub and LeVeque 1983). Results are in [-10, 10].
+    All environments share the statistics. They are float64 (Chan, Golub and LeVeque 1983), and those of observations
+    and of returns lie side by side, for one pass over both. Results are in [-10, 10].
     """
 
     def __init__(self, num_envs, obs_dim, gamma):
         self.gamma = gamma
-        self.rows = np.zeros((num_envs, obs_dim + 1))  # observation, and the discounted return so far
-        self.returns = self.rows[:, -1]
+        self.rows = np.zeros((num_envs, obs_dim + 1))  # the newest
         self.count = np.zeros(1)
         self.mean = np.zeros(obs_dim + 1)
         self.squares = np.zeros(obs_dim + 1)  # sum of squared differences from the mean
         self.std = np.ones(obs_dim + 1)
+        self.obs, self.returns = self.rows[:, :-1], self.rows[:, -1]
+        self.obs_mean, self.obs_std, self.return_std = self.mean[:-1], self.std[:-1], self.std[-1:]
 
     def normalize(self, obs, rewards=0.0, ended=False):
         """Observations, (num_envs, obs_dim), and rewards, (num_envs,), scaled by statistics that include them."""
-        self.rows[:, :-1] = obs
+        self.obs[:] = obs
         self.returns[:] = self.gamma * self.returns + rewards
         errors = self.rows - self.mean
         self.count += len(errors)
         self.mean += np.add.reduce(errors) / self.count
-        centered = self.rows - self.mean
-        self.squares += np.add.reduce(errors * centered)
+        self.squares += np.add.reduce(errors * (self.rows - self.mean))
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
         self.returns[ended] = 0
-        centered[:, -1] = rewards
-        scaled = (centered / self.std).clip(-10, 10).astype(np.float32)
-        return scaled[:, :-1], scaled[:, -1]
+        return self.scale_obs(obs), (rewards / self.return_std).clip(-10, 10)
 
     def scale_obs(self, obs):
         """Observations, (n, obs_dim), scaled by the statistics as they are."""
-        return ((obs - self.mean[:-1]) / self.std[:-1]).clip(-10, 10).astype(np.float32)
+        return ((obs - self.obs_mean) / self.obs_std).clip(-10, 10).astype(np.float32)
 
     def tensors(self):
         """The statistics by name, as tensors that share their memory."""
         return {name: torch.from_numpy(getattr(self, name)) for name in ("count", "mean", "squares", "std")}
 
 
-def final_observations(next_obs, infos):
-    """What the actions led to, (num_envs, obs_dim): `next_obs`, but the last observation where an episode ended."""
-    if "_final_obs" in infos:
-        ended = infos["_final_obs"]
-        next_obs = next_obs.copy()
-        next_obs[ended] = np.stack(infos["final_obs"][ended])
-    return next_obs
-
-
-def make_envs(args, folder):
-    """`num_envs` copies of the environment, which step one after the other; the first one's videos go to `folder`."""
-    if ":" in args.env_id:
-        note(f"--env-id imports the module {args.env_id.partition(':')[0]}")
-
-    def make_env():
-        options = {"render_mode": "rgb_array"} if args.capture_video else {}
-        env = gym.make(args.env_id, **options)
-        return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
-
-    require_memory(args, "num_envs", bytes_each=20_000)  # an environment in Python takes more
-    try:
-        # SAME_STEP: where an episode ends, the last observation is in infos["final_obs"]
-        envs = SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
-        remedy = "correct the name, install what is missing, or do without video"
-        refuse("env_id", args.env_id, f"{remedy}: {one_line(error)}")
-    space = envs.single_observation_space
-    if len(space.shape) != 1:
-        refuse("env_id", args.env_id, f"choose an environment whose observations are vectors, not {space}")
-    if not isinstance(envs.envs[0].unwrapped.observation_space, gym.spaces.Box):
-        note(f"observations are flattened to vectors of {space.shape[0]} numbers")
-    if args.capture_video:
-        try:
-            envs.envs[0].reset()
-            envs.envs[0].render()
-            envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(folder / "videos"), disable_logger=True)
-        except Exception as error:
-            refuse("capture_video", True, f"this environment cannot be recorded here: {one_line(error)}")
-    return envs
-
-
-def require_actions(args, envs):
-    """Refuse environments whose actions are neither numbers that count from 0 nor vectors with bounds."""
-    space = envs.single_action_space
-    discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
-    bounded = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.is_bounded()
-    if not (discrete or bounded):
-        remedy = "choose an environment whose actions are bounded vectors or count from 0"
-        refuse("env_id", args.env_id, f"{remedy}, not {space}")
+def train(args):
+    """Train an agent."""
+    device, folder = prepare(args)
+    envs = make_envs(args, folder)
+    check_sequences(args)
+    require_actions(args, envs)
+    learner = PPO(args, envs, device)
+    with Run(args, folder, envs, learner) as run:
+        obs, _ = envs.reset(seed=args.seed + run.step)
+        obs, _ = learner.normalizer.normalize(obs)
+        while run.unfinished():
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - run.step / args.total_timesteps
+            learner.start_rollout()
+            for t in range(args.num_steps):
+                actions = learner.act(t, obs)
+                next_obs, rewards, terminated, truncated, _ = envs.step(actions)
+                ended = terminated | truncated
+                act_on = next_obs
+                if ended.any():
+                    act_on, _ = envs.reset(options={"reset_mask": ended})
+                obs = learner.record(t, next_obs, rewards, terminated, ended, act_on)
+                run.advance(rewards, ended)
+            learner.update(learning_rate)
+            run.log(learner.losses())
 
 
 def check_sequences(args):
     """Refuse sizes that do not fit together."""
     if args.num_envs % args.num_minibatches:
         refuse("num_minibatches", args.num_minibatches, f"give a divisor of num_envs, {args.num_envs}")
-    batch = args.num_envs * args.num_steps
-    if args.norm_adv and batch == args.num_minibatches:
-        refuse("num_steps", args.num_steps, "give at least 2, to normalize the advantages of a minibatch")
-    if batch > args.total_timesteps:
-        note(f"one iteration takes {batch} steps, more than --total-timesteps {args.total_timesteps}")
+    if args.num_envs * args.num_steps == args.num_minibatches:
+        refuse("num_steps", args.num_steps, "give at least 2, so that minibatches have more than one transition")
+
+
+def make_envs(args, folder):
+    """`num_envs` copies of the environment, which step one after the other; the first one's videos go to `folder`."""
+
+    def make_env(index):
+        if args.capture_video and index == 0:
+            env = gym.make(args.env_id, render_mode="rgb_array")
+            env = gym.wrappers.RecordVideo(env, str(folder / "videos"), disable_logger=True)
+        else:
+            env = gym.make(args.env_id)
+        return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
+
+    try:
+        functions = [partial(make_env, index) for index in range(args.num_envs)]
+        envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError) as error:
+        refuse("env_id", args.env_id, error)
+    space = envs.single_observation_space
+    if len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
+    return envs
+
+
+def require_actions(args, envs):
+    """Refuse actions that are neither numbers from 0 up nor vectors of floats with bounds."""
+    space = envs.single_action_space
+    discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
+    bounded = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and space.is_bounded()
+    if not discrete and not (bounded and len(space.shape) == 1):
+        refuse("env_id", args.env_id, f"actions must be bounded vectors of floats or discrete from 0 on, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -546,46 +473,24 @@ def check_sequences(args):
 def parse_args():
     """The command line; with --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
-    if args.resume is None:
-        return args
-    saved = load_checkpoint(args).get("args", {})
-    defaults = {name: value for name, value in saved.items() if name in vars(args)}
-    if len(defaults) < len(saved):
-        note(f"ignoring flags of the checkpoint that this script lacks: {', '.join(saved.keys() - defaults.keys())}")
-    return tyro.cli(Args, default=Args(**defaults), description=__doc__)
-
-
-def note(text):
-    """Tell the user, if anybody reads stderr."""
-    with suppress(OSError):
-        print(f"note: {text}", file=sys.stderr)
+    if args.resume is not None:
+        saved = load_checkpoint(args.resume).get("args", {})
+        defaults = {name: value for name, value in saved.items() if name in vars(args)}
+        args = tyro.cli(Args, default=Args(**defaults), description=__doc__)
+    return args
 
 
 def refuse(name, value, remedy):
     """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def one_line(error):
-    """What an error says, in one line."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 400)
-
-
-def require_memory(args, name, bytes_each):
-    """Refuse a count, argument `name`, of things that do not fit into memory, `bytes_each` each."""
-    if not hasattr(os, "sysconf"):  # on Windows
-        return
-    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
-    if getattr(args, name) * bytes_each > limit:
-        refuse(name, getattr(args, name), f"give at most {limit // bytes_each}, which takes {limit / 1e9:.0f} GB")
-
-
 def prepare(args):
-    """Check the arguments, seed NumPy and torch, and return the device."""
+    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
     for name, value in vars(args).items():
-        low = 1 if name in AT_LEAST_1 else 1e-12 if name in POSITIVE else 0
-        high = 1 if name in AT_MOST_1 else 1e12
+        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -593,26 +498,28 @@ def prepare(args):
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed % 2**32)
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    return device, Path(args.run_dir) / name.replace("/", "_")
 
 
-def load_checkpoint(args):
-    """What a run's `save` wrote to the folder or file in --resume, on the CPU."""
-    path = Path(args.resume)
+def load_checkpoint(resume):
+    """What a run's `save` wrote to this folder or file, on the CPU."""
+    path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
-        refuse("resume", args.resume, f"give the folder of a run with an intact checkpoint.pt ({one_line(error)})")
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def replace_file(path, write):
-    """Replace the file at `path` atomically by what `write(file)` writes: a crash leaves the old or the new file."""
+    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
@@ -624,14 +531,8 @@ def replace_file(path, write):
         raise OSError(f"could not write {path}: is the disk full?") from error
 
 
-def has_nan(state):
-    """Whether any tensor in nested dictionaries holds a NaN."""
-    tensors = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    return any(tensor.isnan().any() for tensor in tensors)
-
-
 class ProgressBar(tqdm):
-    """A progress bar that keeps working when stderr is closed or full."""
+    """A progress bar that does not mind if stderr is closed."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -641,91 +542,63 @@ class ProgressBar(tqdm):
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
-    Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoint, policy and summary are
-    written. A run that ends before `start` leaves nothing behind.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
+    summary are written.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, folder, envs, learner):
         self.args = args
-        self.device = prepare(args)
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
-        self.folder = Path(args.run_dir) / name.replace("/", "_")
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            refuse("run_dir", args.run_dir, f"give a folder that can be written ({one_line(error)})")
-        self.step = 0
-        self.episodes = 0
-        self.recent_returns = []  # of the last 20 episodes
-        self.steady = None  # step and time when warm-up ended
-        self.signal = None
-        self.started = False
-
-    def start(self, envs, learner):
-        """Restore the learner if the run is resumed, and begin to log."""
+        self.folder = folder
         self.envs = envs
         self.learner = learner
-        if self.args.resume is not None:
-            self.restore()
+        self.step = 0
+        self.episodes = 0
+        self.recent_returns = deque(maxlen=20)
+        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.lengths = np.zeros(args.num_envs, int)
+        self.signal = None
+        if args.resume is not None:
+            self.restore(load_checkpoint(args.resume))
         self.log_step = self.saved_step = self.step
-        self.returns = np.zeros(self.args.num_envs)  # of the current episodes
-        self.first_steps = np.full(self.args.num_envs, self.step)
-        space = envs.single_observation_space
-        is_image = space.dtype == np.uint8 and len(space.shape) > 1
-        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if is_image else torch.float32)
-        with torch.no_grad():
-            learner.policy().eval()(self.example)  # what does not match an edited network fails now
-        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
-        versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
-        self.config = {"compile": False, "cudagraphs": False} | vars(self.args)
-        self.config |= {
-            "script": Path(__file__).stem,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "cores": os.cpu_count(),
-            "versions": versions | {"python": platform.python_version()},
-        }
-        (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
-        shutil.copy(__file__, self.folder)
-        if self.args.track:
-            self.track()
-        self.writer = SummaryWriter(self.folder)
-        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
-        self.bar = ProgressBar(**size, disable=sys.stderr is None)
-        self.bar.set_description("compiling" if self.config["compile"] else "warming up")
-        self.start_time = self.log_time = time.perf_counter()
-        self.started = True
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
+        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
+        self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
+        self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
+        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2))
+        shutil.copy(__file__, folder)
+        if args.track:
+            import wandb
 
-    def restore(self):
-        """Continue from the checkpoint in --resume."""
-        checkpoint = load_checkpoint(self.args)
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+        self.writer = SummaryWriter(folder)
+        size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
+        self.start_time = self.log_time = time.perf_counter()
+
+    def restore(self, checkpoint):
+        """Continue from a checkpoint."""
         try:
             for name in FIXED:
-                value, saved = getattr(self.args, name), checkpoint["args"][name]
-                if value != saved:
-                    refuse(name, value, f"leave it out: the checkpoint has {saved}")
+                if getattr(self.args, name) != checkpoint["args"][name]:
+                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
-            self.recent_returns = checkpoint["returns"]
-        except (KeyError, RuntimeError, ValueError) as error:
-            refuse("resume", self.args.resume, f"the checkpoint does not fit this script: {one_line(error)}")
+            self.recent_returns.extend(checkpoint["returns"])
+        except Exception as error:
+            refuse("resume", self.args.resume, f"this checkpoint does not fit the script: {error!r}")
         if self.step >= self.args.total_timesteps:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
-    def track(self):
-        """Copy the TensorBoard events to Weights & Biases."""
-        try:
-            import wandb
-
-            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity}
-            wandb.init(**names, name=self.folder.name, dir=self.folder, config=self.config, sync_tensorboard=True)
-        except Exception as error:
-            refuse("track", True, f"pip install wandb and `wandb login`, or WANDB_MODE=offline ({one_line(error)})")
-
     def __enter__(self):
-        signals = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
-        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in handled}
+        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
         return self
 
     def on_signal(self, number, frame):
@@ -747,122 +620,64 @@ class Run:
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
+        self.lengths += 1
         for i in ended.nonzero()[0]:
-            self.end_episode(i)
-        if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
-            self.steady = (self.step, time.perf_counter())
-            self.bar.set_description("training", refresh=False)
+            self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
+            self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
+            self.recent_returns.append(float(self.returns[i]))
+            self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
+            self.episodes += 1
+            self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
-
-    def end_episode(self, i):
-        """Log the episode that is over in environment `i`."""
-        self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
-        length = (self.step - self.first_steps[i]) // self.args.num_envs
-        self.writer.add_scalar("charts/episodic_length", length, self.step)
-        self.recent_returns = [*self.recent_returns[-19:], float(self.returns[i])]
-        self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
-        self.episodes += 1
-        self.returns[i] = 0
-        self.first_steps[i] = self.step
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
         self.log_time = now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
-        non_finite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
-        if non_finite:
-            self.end_at_nan(f"{non_finite[0]} is {losses[non_finite[0]]}", self.learner.state_dict())
+            if "loss" in name and not math.isfinite(value):
+                self.end_at_nan(f"{name} is {value}")
 
-    def end_at_nan(self, what, state):
-        """End the run with exit code 1 and a line that names the cause."""
-        cause = "a lower learning rate may help"
-        if has_nan([state.get("replay"), state.get("normalizer")]):
-            cause = "the environment returned a NaN, unless a diverged policy sent it one"
-        kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
-        raise SystemExit(f"error: step {self.step}: {what}; {cause}; {kept}")
-
-    def save(self):
-        """Write checkpoint.pt and policy.pt2; end the run if there is a NaN in what is to be saved."""
-        state = self.learner.state_dict()
-        if has_nan(state):
-            self.end_at_nan("the checkpoint would hold a NaN", state)
-        checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
-        checkpoint |= {"returns": self.recent_returns, "learner": state}
-        replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
-        self.saved_step = self.step
-        try:
-            batch = torch.export.Dim("batch")
-            program = torch.export.export(self.learner.policy().eval(), (self.example,), dynamic_shapes=({0: batch},))
-        except Exception as error:  # of an edited policy
-            return note(f"no policy.pt2: {one_line(error)}")
-        replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
-
-    def __exit__(self, kind, error, traceback):
-        try:
-            if self.started:
-                self.finish(error)
-            else:
-                shutil.rmtree(self.folder, ignore_errors=True)
-        finally:
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-        if self.signal is not None and not isinstance(error, SystemExit):
-            if isinstance(error, Exception):
-                note(f"after the signal: {one_line(error)}")
-            raise SystemExit(128 + self.signal)
-
-    def finish(self, error):
-        """Write what a started run leaves behind; `error` is what ended it, or None."""
-        end_time = time.perf_counter()
-        try:
-            if error is None or isinstance(error, Exception):
-                self.save()
-        except BaseException as saving_error:
-            if error is None:
-                raise
-            note(f"no checkpoint: {one_line(saving_error)}")
-        finally:
-            self.write_summary(end_time)
-            self.envs.close()
-            self.writer.close()
-            with suppress(OSError):
-                self.bar.close()
-
-    def write_summary(self, end_time):
-        """Write summary.json: the configuration, and what came of it."""
-        steady_step, steady_time = self.steady or (self.step, end_time)
-        mean_return = float(np.mean(self.recent_returns)) if self.recent_returns else math.nan
-        results = {
-            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
-            "global_step": self.step,
-            "episodes": self.episodes,
-            "episodic_return": mean_return if math.isfinite(mean_return) else None,
-            "steady_sps": (self.step - steady_step) / (end_time - steady_time) if self.step > steady_step else None,
-            "warmup_seconds": steady_time - self.start_time if self.steady else None,
-            "wall_seconds": end_time - self.start_time,
-        }
-        (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
-
-
-class MemoryRun(Run):
-    """A run whose policy.pt2 takes a state beside observations, and returns the next one beside actions."""
+    def end_at_nan(self, what):
+        """End the run with exit code 1; a checkpoint from before remains."""
+        causes = "NaN in observations or rewards, or too high a learning rate"
+        raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
         """Write checkpoint.pt and policy.pt2."""
-        super().save()
-        policy = self.learner.policy()
-        inputs = (self.example, torch.zeros(len(self.example), policy.agent.state_dim))
+        state = self.learner.state_dict()
+        floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+        if any(tensor.isnan().any() for tensor in floats):
+            self.end_at_nan("the checkpoint would hold NaN")
+        checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
+        checkpoint |= {"returns": list(self.recent_returns), "learner": state}
+        replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+        self.saved_step = self.step
+        policy, inputs = self.learner.policy()
         batch = torch.export.Dim("batch")
-        try:
-            program = torch.export.export(policy, inputs, dynamic_shapes=({0: batch}, {0: batch}))
-        except Exception as error:  # of an edited policy
-            return note(f"policy.pt2 has no state: {one_line(error)}")
+        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
+
+    def __exit__(self, kind, error, traceback):
+        wall_seconds = time.perf_counter() - self.start_time
+        try:
+            if kind is None or issubclass(kind, Exception):  # not at NaN, and not at a second Ctrl-C
+                self.save()
+        finally:
+            results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
+            finite = [value for value in self.recent_returns if math.isfinite(value)]
+            results["episodic_return"] = float(np.mean(finite)) if finite else None
+            (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
+            self.envs.close()
+            self.writer.close()
+            self.bar.close()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
+            raise SystemExit(128 + self.signal)
 
 
 if __name__ == "__main__":
@@ -872,13 +687,7 @@ if __name__ == "__main__":
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
-#     "torch==2.13.0",
-#     "tensordict==0.15.3",
-#     "gymnasium==1.4.0",
-#     "numpy==2.4.6",
-#     "tyro==1.0.17",
-#     "tqdm==4.70.1",
-#     "tensorboard==2.21.0",
-#     "wandb==0.31.0",
+#     "torch==2.13.0", "gymnasium==1.4.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0",
 # ]
 # ///

@@ -3,36 +3,33 @@
 The updates are those of the plain twin, ppo_lstm.py. What makes this file fast:
 
 1. Only the recurrent product is computed step by step. What observations add to the gates is one matmul for all steps,
-   and so is the gradient of each weight (`PPO.update_minibatch`).
-2. `--compile` makes one matmul and two kernels of a step forward, and one matmul and three kernels of a step back. A
-   few steps are one compiled function, and the loops over time call these: compilation takes no longer for more steps
-   (`PPO.unroll_chunk`, `PPO.unroll_chunk_back`).
-3. `--cudagraphs` replays acting, and all epochs of an iteration with all of their steps, as CUDA graphs, or one each
-   with --target-kl (`PPO.decide`, `PPO.iterate`).
-4. The state of the recurrent cell stays on the device. An environment step costs one copy in and one copy out
-   (`PPO.act`, `PPO.decide`).
-5. The environments are stepped without the work of gymnasium's vector environment (`DirectEnvs`).
-6. The values behind all steps are one call, and advantages are computed by doubling in log2(num_steps) rounds
-   (`PPO.make_batch`, `gae`).
-7. The parameters, and so their gradients, are one flat vector: clipping and Adam are a few operations (`FlatNetwork`).
+   and so is the gradient of each weight (`PPO.unroll`, `RecurrentBias`).
+2. `--compile` makes one function of a few steps, which the loop over time calls: compilation takes no longer for more
+   steps (`PPO.unroll_chunk`).
+3. Values and log-probabilities of a rollout or a minibatch are computed at once, advantages by doubling in
+   log2(num_steps) rounds (`PPO.make_batch`, `PPO.loss`, `gae`).
+4. `--cudagraphs` replays acting, and all epochs of an iteration with all of their steps, as CUDA graphs, or one each
+   with --target-kl (`PPO.decide`, `PPO.learn`).
+5. The state of the recurrent cell stays on the device: an environment step costs one copy in and one copy out
+   (`PPO.act`). The rollout is one block of host memory, which takes one copy (`PPO.update`).
+6. The environments are stepped without the work of gymnasium's vector environment (`DirectEnvs`).
 
     python leanrl/ppo_lstm_torchcompile.py --env-id CartPole-v1 --compile --cudagraphs
 """
 
 import copy
 import json
-import logging
 import math
 import os
-import platform
 import shutil
 import signal
 import sys
-import textwrap
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -44,12 +41,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
-from torch.func import functional_call, vmap
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-GRAPH_WARMUP = 3  # the call at which a CUDA graph is captured; compilation is over by then
 HIDDEN = 128  # units of the recurrent cell
 CHUNK = 8  # steps of a sequence in one compiled function, if they divide it
 CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}
@@ -58,86 +53,48 @@ CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
 @dataclass
 class Args:
-    env_id: str = "CartPole-v1"
-    """gymnasium environment"""
-    cell: Literal["lstm", "gru"] = "lstm"
-    """recurrent cell"""
-    total_timesteps: int = 500_000
-    """environment steps of the whole run, over all environments"""
-    num_envs: int = 16
-    """environments that step together"""
-    num_steps: int = 128
-    """steps of each environment per iteration, the length of a sequence"""
-    learning_rate: float = 1e-3
-    """learning rate of the first iteration"""
-    anneal_lr: bool = True
-    """lower the learning rate linearly to 0 at the end of the run"""
-    gamma: float = 0.99
-    """discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation"""
-    num_minibatches: int = 4
-    """minibatches per epoch, each of the sequences of num_envs / num_minibatches environments"""
-    update_epochs: int = 4
-    """passes over an iteration's transitions"""
-    norm_adv: bool = True
-    """normalize the advantages of each minibatch"""
-    clip_coef: float = 0.2
-    """largest change of the probability ratio from 1 (epsilon in the paper)"""
-    clip_vloss: bool = True
-    """clip the change of the values by --clip-coef too"""
-    ent_coef: float = 0.01
-    """coefficient of the entropy in the loss"""
-    vf_coef: float = 0.5
-    """coefficient of the value loss"""
-    max_grad_norm: float = 0.5
-    """largest norm of a gradient, which is scaled down to it"""
-    target_kl: float | None = None
-    """end an iteration after the epoch in which the approximate KL divergence exceeds this"""
-    bootstrap_truncation: bool = True
-    """bootstrap the value behind a truncated episode; without, a truncation counts as a terminal state"""
+    env_id: str = "CartPole-v1"  # gymnasium environment
+    cell: Literal["lstm", "gru"] = "lstm"  # recurrent cell
+    total_timesteps: int = 500_000  # environment steps of the whole run, over all environments
+    num_envs: int = 16  # environments that step together
+    num_steps: int = 128  # steps of each environment per iteration, the length of a sequence
+    learning_rate: float = 1e-3  # learning rate of the first iteration
+    anneal_lr: bool = True  # lower the learning rate linearly to 0 at the end of the run
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    num_minibatches: int = 4  # minibatches per epoch, each of the sequences of num_envs / num_minibatches environments
+    update_epochs: int = 4  # passes over an iteration's transitions
+    norm_adv: bool = True  # normalize the advantages of each minibatch
+    clip_coef: float = 0.2  # largest change of the probability ratio from 1 (epsilon in the paper)
+    clip_vloss: bool = True  # clip the change of the values by --clip-coef too
+    ent_coef: float = 0.01  # coefficient of the entropy in the loss
+    vf_coef: float = 0.5  # coefficient of the value loss
+    max_grad_norm: float = 0.5  # largest norm of a gradient, which is scaled down to it
+    target_kl: float | None = None  # end an iteration after the epoch whose approximate KL divergence exceeds this
+    bootstrap_truncation: bool = True  # bootstrap the value behind a truncated episode; without, it counts as terminal
 
-    compile: bool = False
-    """compile the updates with torch.compile"""
-    cudagraphs: bool = False
-    """replay the updates as CUDA graphs"""
-    compile_mode: CompileMode = "default"
-    """torch.compile's mode"""
+    compile: bool = False  # compile acting and the updates with torch.compile
+    cudagraphs: bool = False  # replay acting and the updates as CUDA graphs
+    compile_mode: CompileMode = "default"  # torch.compile's mode
+    cuda: bool = True  # use a CUDA device if there is one
+    threads: int = 1  # CPU threads of torch (0: torch's default, slower for networks this small)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem
-    """name of the experiment, part of the run's folder name"""
-    seed: int = 1
-    """seed of the environments, NumPy and torch"""
-    run_dir: str = "runs"
-    """parent folder of all runs"""
-    resume: str | None = None
-    """run to continue: its folder or its checkpoint.pt, whose flags become the defaults"""
-    checkpoint_interval: int = 0
-    """save a checkpoint every so many environment steps (0: only at the end)"""
-    capture_video: bool = False
-    """record videos of the first environment"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "leanrl"
-    """project on Weights & Biases"""
-    wandb_entity: str | None = None
-    """team on Weights & Biases"""
-    cuda: bool = True
-    """use a CUDA device if there is one"""
-    threads: int = 1
-    """CPU threads for torch (0: torch's default, which is slower for networks this small)"""
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """precision of float32 matmuls and convolutions (high: TF32, medium: bfloat16)"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    seed: int = 1  # seed of the environments, NumPy and torch
+    run_dir: str = "runs"  # parent folder of all runs
+    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
+    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    capture_video: bool = False  # record videos of the first environment
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # project on Weights & Biases
+    wandb_entity: str | None = None  # team on Weights & Biases
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
 AT_MOST_1 = ("gamma", "gae_lambda")
-POSITIVE = ("learning_rate", "clip_coef", "max_grad_norm", "target_kl")  # others may be 0, none negative
 FIXED = ("env_id", "cell", "num_envs")  # what a resumed run cannot change
-BETA1, BETA2, EPS = 0.9, 0.999, 1e-5  # Adam's
-RUNNING_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.utils.parametrizations._SpectralNorm)
 
 
 def linear(inputs, outputs, gain=2**0.5):
@@ -159,364 +116,318 @@ def recurrent(cell):
 
 
 class Agent(nn.Module):
-    """An encoder and a recurrent cell, whose hidden state is what a policy and a value function see.
+    """An encoder and a recurrent cell, whose hidden state is what the policy and the value function see.
 
-    The policy is categorical, or Gaussian with a standard deviation that does not depend on the observation.
+    The policy is categorical, or Gaussian with a standard deviation that does not depend on the observation. A state is
+    the hidden state and, of an LSTM, its cell state beside it: (..., state_dim).
     """
 
     def __init__(self, obs_dim, action_space, cell):
         super().__init__()
-        discrete = isinstance(action_space, gym.spaces.Discrete)
-        outputs = int(action_space.n) if discrete else action_space.shape[0]
+        self.discrete = isinstance(action_space, gym.spaces.Discrete)
+        self.act_dim = 1 if self.discrete else action_space.shape[0]
+        self.state_dim = 2 * HIDDEN if cell == "lstm" else HIDDEN
+        self.outputs = int(action_space.n) if self.discrete else self.act_dim  # logits or means
         self.encoder = nn.Sequential(linear(obs_dim, 64), nn.Tanh())
         self.cell = recurrent(CELLS[cell](64, HIDDEN))
-        self.actor = linear(HIDDEN, outputs, gain=0.01)
+        self.actor = linear(HIDDEN, self.outputs, gain=0.01)
         self.critic = linear(HIDDEN, 1, gain=1.0)
-        self.log_std = None if discrete else nn.Parameter(torch.zeros(1, outputs))
-        self.state_dim = 2 * HIDDEN if cell == "lstm" else HIDDEN
+        self.register_buffer("obs_mean", torch.zeros(obs_dim, dtype=torch.float64))
+        self.register_buffer("obs_std", torch.ones(obs_dim, dtype=torch.float64))
+        if not self.discrete:
+            self.log_std = nn.Parameter(torch.zeros(1, self.outputs))
+            self.register_buffer("low", torch.tensor(action_space.low, dtype=torch.float32))
+            self.register_buffer("high", torch.tensor(action_space.high, dtype=torch.float32))
 
     def forward(self, obs, state):
-        """Logits or means of the actions, (batch, ...), their log standard deviation or None, values, and next state.
+        """The deterministic policy, which policy.pt2 holds: observations and states to actions and the next states.
 
-        `obs`, (batch, obs_dim), are normalized; `state`, (batch, state_dim), is the hidden state and, of an LSTM, its
-        cell state beside it.
+        Observations, (batch, obs_dim), are not normalized; states have to be 0 where an episode begins.
         """
+        normalized = ((obs - self.obs_mean) / self.obs_std).clamp(-10, 10).float()
+        state = self.remember(normalized, state)
+        outputs = self.actor(state[..., :HIDDEN])
+        return outputs.argmax(-1) if self.discrete else outputs.clamp(self.low, self.high), state
+
+    def remember(self, obs, state):
+        """The next states, (batch, state_dim), for normalized observations, (batch, obs_dim)."""
         features = self.encoder(obs)
         if isinstance(self.cell, nn.LSTMCell):
-            state = torch.cat(self.cell(features, state.chunk(2, -1)), -1)
+            return torch.cat(self.cell(features, state.chunk(2, -1)), -1)
+        return self.cell(features, state)
+
+    def sample(self, state, noise):
+        """Actions, (..., act_dim); `noise` is exponential if they are discrete, else normal, (..., outputs)."""
+        outputs = self.actor(state[..., :HIDDEN])
+        if self.discrete:
+            return (outputs - noise.log()).argmax(-1, keepdim=True)  # -log of exponential noise is Gumbel noise
+        return outputs + self.log_std.exp() * noise
+
+    def evaluate(self, state, actions):
+        """Log-probabilities of actions, (..., act_dim), entropies and values, (...,) each."""
+        outputs = self.actor(state[..., :HIDDEN])
+        if self.discrete:
+            policy = Categorical(logits=outputs, validate_args=False)
+            actions = actions.squeeze(-1)
         else:
-            state = self.cell(features, state)
-        hidden = state[:, :HIDDEN]
-        return self.actor(hidden), self.log_std, self.critic(hidden).squeeze(-1), state
+            gaussian = Normal(outputs, self.log_std.exp(), validate_args=False)
+            policy = Independent(gaussian, 1, validate_args=False)
+        return policy.log_prob(actions), policy.entropy(), self.value(state)
+
+    def value(self, state):
+        """Values, (...,)."""
+        return self.critic(state[..., :HIDDEN]).squeeze(-1)
 
 
 class PPO:
-    """The learner. CUDA graphs replay kernels, not Python: what changes in training is a tensor, updated in place."""
+    """The learner. CUDA graphs replay kernels, not Python: what changes in training is a tensor, updated in place.
+
+    Autograd writes the backward pass through time, of a few compiled steps at a time. Only the gradient of the weight
+    in the loop is computed elsewhere, see `RecurrentBias`.
+    """
 
     def __init__(self, args, envs, device):
         self.args = args
         self.device = device
-        self.cudagraphs = args.cudagraphs and device.type == "cuda"
-        self.num_envs = envs.num_envs
+        self.obs_dim = obs_dim = envs.single_observation_space.shape[0]
         self.action_space = envs.single_action_space
-        obs_dim = envs.single_observation_space.shape[0]
         with device:
-            self.agent = FlatNetwork(Agent(obs_dim, self.action_space, args.cell))
-        state_dim = self.agent.network.state_dim
+            self.agent = Agent(obs_dim, self.action_space, args.cell)
+        act_dim, state_dim = self.agent.act_dim, self.agent.state_dim
         self.gates = GATES[args.cell]
-        self.optimizers = {"agent": Adam(self.agent.weights, args.learning_rate)}
-        self.normalizer = Normalizer(self.num_envs, obs_dim, args.gamma)
-        self.scalars = Scalars(device)
+        self.optimizers = {"agent": ClippedAdam(self.agent.parameters(), args.learning_rate, args.max_grad_norm)}
+        self.normalizer = Normalizer(envs.num_envs, obs_dim, args.gamma)
+        names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance", "grad_norm"]
+        self.scalars = {name: torch.zeros((), device=device) for name in names}
         self.updates = 0
-        self.warmup_updates = GRAPH_WARMUP if self.cudagraphs else 1
-        self.chunk = math.gcd(args.num_steps, CHUNK)
 
-        # columns of a step: what was decided on, what was decided, and what that led to
-        self.input_shapes = {"obs": (obs_dim,), "starts": ()}
-        self.decision_shapes = {"actions": self.action_space.shape, "log_prob": (), "values": ()}
-        self.outcome_shapes = {"next_obs": (obs_dim,), "rewards": (), "terminated": (), "ended": ()}
-        self.batch_shapes = self.input_shapes | self.decision_shapes | {"advantages": (), "returns": ()}
-        all_shapes = (self.input_shapes, self.decision_shapes, self.outcome_shapes, self.batch_shapes)
-        inputs, decisions, outcomes, batch = (sum(map(math.prod, shapes.values())) for shapes in all_shapes)
-        num_outputs = self.agent.network.actor.out_features
-        numbers = self.num_envs * (inputs + decisions + outcomes + batch + state_dim + num_outputs)
-        require_memory(args, "num_steps", bytes_each=4 * numbers)
+        # the rollout, in host memory and on the device
         on_cuda = device.type == "cuda"
-        steps = (args.num_steps, self.num_envs)
-        self.host_inputs = torch.zeros(*steps, inputs, pin_memory=on_cuda)
-        self.inputs = self.host_inputs.to(device)  # on a CPU the same memory, as below
-        self.host_outcomes = torch.zeros(*steps, outcomes, pin_memory=on_cuda)
-        self.outcomes = self.host_outcomes.to(device)
-        self.steps = split_columns(self.host_inputs, self.input_shapes)
-        self.steps |= split_columns(self.host_outcomes, self.outcome_shapes)
-        self.steps = {name: column.numpy() for name, column in self.steps.items()}
-        self.host_actions = torch.zeros(self.num_envs, *self.action_space.shape, pin_memory=on_cuda)
-        self.actions = self.host_actions.to(device)
-        self.actions_arrived = torch.cuda.Event() if on_cuda else HostEvent()
-        self.t = torch.zeros(1, dtype=torch.int64, device=device)  # the next step of the rollout
-        self.decisions = torch.zeros(*steps, decisions, device=device)
-        self.states = torch.zeros(*steps, state_dim, device=device)  # after each step
-        self.state = torch.zeros(self.num_envs, state_dim, device=device)  # after the last step
-        self.first_state = self.state.clone()  # of the rollout
-        self.starts = np.ones(self.num_envs, bool)  # where the next step begins an episode
-        self.noise = torch.empty(*steps, num_outputs, device=device)  # for the choice of actions
-        self.batch = torch.zeros(*steps, batch, device=device)
-        self.apply_compile_and_cudagraphs()
+        steps = (args.num_steps, envs.num_envs)
+        self.rollout_widths = [obs_dim, 1, obs_dim, act_dim, 1, 1, 1]
+        self.host_rollout = torch.zeros(*steps, sum(self.rollout_widths), pin_memory=on_cuda)
+        self.rollout = self.host_rollout.to(device)  # on a CPU the same memory
+        columns = [column.numpy() for column in self.host_rollout.split(self.rollout_widths, -1)]
+        self.obs, self.starts, self.next_obs, self.actions, self.rewards, self.terminated, self.ended = columns
+        self.states = torch.zeros(1 + args.num_steps, envs.num_envs, state_dim, device=device)  # before and after steps
 
+        # acting, on the device: a row of the rollout comes in, actions go out
+        self.start = np.ones((envs.num_envs, 1), bool)  # where the next step begins an episode
+        self.row = self.rollout[0].clone()
+        self.state = torch.zeros(envs.num_envs, state_dim, device=device)  # after the newest step
+        self.noise = torch.zeros(envs.num_envs, self.agent.outputs, device=device)
+        self.chosen = torch.zeros(envs.num_envs, act_dim, device=device)
+        self.host_chosen = torch.zeros(envs.num_envs, act_dim, pin_memory=on_cuda)
+        self.actions_arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
+
+        # learning: observations, actions, and columns of one number
+        self.batch_widths = [obs_dim, act_dim, 5]
+        self.batch = torch.zeros(*steps, sum(self.batch_widths), device=device)
+        # with --target-kl the host looks at the divergence after each epoch
+        self.epochs_at_once = args.update_epochs if args.target_kl is None else 1
+        self.orders = torch.zeros(self.epochs_at_once, envs.num_envs, dtype=torch.int64, device=device)
+        self.before = torch.zeros(args.num_steps, envs.num_envs // args.num_minibatches, HIDDEN, device=device)
+        for name in ("decide", "from_obs", "unroll_chunk", "loss"):
+            setattr(self, name, self.compiled(getattr(self, name)))
+        optimizer = self.optimizers["agent"]
+        optimizer.descend = self.compiled(optimizer.descend)
+        for name in ("decide", "make_batch", "learn"):
+            setattr(self, name, self.captured(getattr(self, name)))
+
+    @torch.no_grad()
     def make_batch(self):
-        """Fill `batch`, whose rows are the rollout's transitions with their advantages and returns."""
-        inputs = split_columns(self.inputs, self.input_shapes)
-        decisions = split_columns(self.decisions, self.decision_shapes)
-        outcomes = split_columns(self.outcomes, self.outcome_shapes)
-        values = decisions["values"]
-        _, _, next_values, _ = self.agent(outcomes.pop("next_obs").flatten(0, 1), self.states.flatten(0, 1))
+        """Fill `batch`, whose rows are the rollout's transitions, with their advantages and returns."""
+        obs, starts, next_obs, actions, *numbers = self.rollout.split(self.rollout_widths, -1)
+        rewards, terminated, ended = torch.cat(numbers, -1).unbind(-1)
+        states = self.states[1:]
+        log_prob, _, values = self.agent.evaluate(states, actions)
+        next_states = self.agent.remember(next_obs.flatten(0, 1), states.flatten(0, 1))
+        next_values = self.agent.value(next_states).view_as(values)
 
         # GAE (arXiv:1506.02438, eq. 16)
-        columns = outcomes | {"values": values, "next_values": next_values.view_as(values)}
-        advantages = gae(**columns, gamma=self.args.gamma, gae_lambda=self.args.gae_lambda)
+        deltas = rewards + self.args.gamma * (1 - terminated) * next_values - values
+        advantages = gae(deltas, self.args.gamma * self.args.gae_lambda * (1 - ended))
 
-        columns = inputs | decisions | {"advantages": advantages, "returns": advantages + values}
-        for name, place in split_columns(self.batch, self.batch_shapes).items():
-            place.copy_(columns[name])
-        self.scalars.store(explained_variance=1 - advantages.var() / columns["returns"].var())
+        returns = advantages + values
+        numbers = torch.stack((starts.squeeze(-1), log_prob, values, advantages, returns), -1)
+        self.batch.copy_(torch.cat((obs, actions, numbers), -1))
+        self.store(explained_variance=1 - advantages.var() / returns.var())
 
-    def part(self, name, weights, *inputs):
-        """Call a layer of the agent with parameters from the flat vector `weights`."""
-        views = self.agent.views(weights)
-        own = {key.removeprefix(f"{name}."): view for key, view in views.items() if key.startswith(f"{name}.")}
-        return functional_call(self.agent.network.get_submodule(name), own, inputs)
+    def from_obs(self, obs):
+        """What observations add to the gates of the cell, (num_steps, sequences, gates)."""
+        cell = self.agent.cell
+        return nn.functional.linear(self.agent.encoder(obs), cell.weight_ih, cell.bias_ih)
 
-    def from_obs(self, obs, weights):
-        """What observations, (..., obs_dim), add to the gates of the cell, (..., gates)."""
-        views = self.agent.views(weights)
-        features = self.part("encoder", weights, obs)
-        return nn.functional.linear(features, views["cell.weight_ih"], views["cell.bias_ih"])
-
-    def encode(self, obs):
-        """What the observations of whole sequences add to the gates."""
-        return self.from_obs(obs, self.agent.weights)
-
-    def from_state(self, state, keep, weights):
-        """What states, (..., state_dim), add to the gates; `keep`, (..., 1), is 0 where an episode begins, else 1."""
-        views = self.agent.views(weights)
-        return keep * nn.functional.linear(state[..., :HIDDEN], views["cell.weight_hh"]) + views["cell.bias_hh"]
-
-    def step(self, from_obs, state, keep):
-        """The state after a step."""
-        return self.gates(from_obs, self.from_state(state, keep, self.agent.weights), keep * state)
-
-    def step_back(self, d_later, d_state, from_obs, from_state, state, keep):
-        """Gradients with respect to `from_obs`, `from_state` and the state before.
-
-        That of the state after is the sum of `d_later`, from later steps, and `d_state`, from the loss of its own step.
-        """
-        inputs = [tensor.detach().requires_grad_() for tensor in (from_obs, from_state, keep * state)]
-        d_from_obs, d_from_state, d_before = torch.autograd.grad(self.gates(*inputs), inputs, d_state + d_later)
-        d_hidden = d_from_state @ self.agent.views(self.agent.weights)["cell.weight_hh"]
-        d_before = d_before + nn.functional.pad(d_hidden, (0, d_before.shape[-1] - HIDDEN))
-        return d_from_obs, d_from_state, keep * d_before
-
-    def unroll(self, from_obs, state, keep):
+    def unroll(self, obs, starts, state):
         """The states after all steps, (num_steps, sequences, state_dim), of sequences that begin with `state`."""
-        states = []
-        for inputs, kept in zip(from_obs.split(self.chunk), keep.split(self.chunk), strict=True):
-            states.append(self.unroll_chunk(inputs, state, kept))
-            state = states[-1][-1]
-        return torch.cat(states)
+        cell = self.agent.cell
+        chunk = math.gcd(self.args.num_steps, CHUNK)
+        keep = 1 - starts.unsqueeze(-1)
+        bias = RecurrentBias.apply(cell.weight_hh, cell.bias_hh, self.before)
+        before = [state[None]]
+        state = state.requires_grad_()  # as the states between two chunks: all chunks are one compiled function
+        for inputs in zip(self.from_obs(obs).split(chunk), bias.split(chunk), keep.split(chunk), strict=True):
+            states, state = self.unroll_chunk(state, *inputs)
+            before.append(states)
+        states = torch.cat(before)
+        self.before.copy_((keep * states[:-1, :, :HIDDEN]).detach())
+        return states[1:]
 
-    def unroll_chunk(self, from_obs, state, keep):
-        """As `unroll`, for a chunk of the steps."""
+    def unroll_chunk(self, state, from_obs, bias, keep):
+        """The states after a few steps, and the last of them; but for `state` all are (steps, sequences, ...)."""
+        weight = self.agent.cell.weight_hh.detach()
         states = []
-        for t in range(self.chunk):
-            state = self.step(from_obs[t], state, keep[t])
+        for t in range(len(from_obs)):
+            state = keep[t] * state
+            from_state = nn.functional.linear(state[:, :HIDDEN], weight) + bias[t]
+            state = self.gates(from_obs[t], from_state, state)
             states.append(state)
-        return torch.stack(states)
+        return torch.stack(states), state
 
-    def unroll_back(self, *columns):
-        """Backpropagation through time: gradients with respect to `from_obs` and `from_state` of all steps.
-
-        `columns` are what `step_back` takes but for `d_later`; their `d_state` is that of the loss alone, step by step.
-        """
-        d_later = torch.zeros_like(columns[0][0])
-        gradients = []
-        for chunk in reversed(list(zip(*(column.split(self.chunk) for column in columns), strict=True))):
-            *gradient, d_later = self.unroll_chunk_back(d_later, *chunk)
-            gradients.append(gradient)
-        return [torch.cat(chunks) for chunks in zip(*reversed(gradients), strict=True)]
-
-    def unroll_chunk_back(self, d_later, *columns):
-        """As `unroll_back`, for a chunk of the steps; also returns the `d_later` of the step before."""
-        gradients = []
-        for t in reversed(range(self.chunk)):
-            *gradient, d_later = self.step_back(d_later, *(column[t] for column in columns))
-            gradients.append(gradient)
-        return *(torch.stack(steps) for steps in zip(*reversed(gradients), strict=True)), d_later
-
-    def loss(self, rows, states, weights):
-        """Policy loss, value loss, entropy and the log of the probability ratio, (num_steps, sequences).
-
-        `rows` are those of `batch`, by column, (num_steps, sequences, ...), and `states` those after their steps.
-        """
+    def loss(self, states, actions, old_log_prob, old_values, advantages, returns):
+        """The loss, and losses and statistics by name; all are (num_steps, sequences, ...)."""
         clip = self.args.clip_coef
-        hidden = states[..., :HIDDEN]
-        policy = distribution(self.part("actor", weights, hidden), self.agent.views(weights).get("log_std"))
-        values = self.part("critic", weights, hidden).squeeze(-1)
+        log_prob, entropy, values = self.agent.evaluate(states, actions)
 
         # clipped policy loss (eq. 7)
-        log_ratio = policy.log_prob(rows["actions"]) - rows["log_prob"]
+        log_ratio = log_prob - old_log_prob
         ratio = log_ratio.exp()
-        advantages = rows["advantages"]
         if self.args.norm_adv:
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         policy_loss = -torch.min(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip)).mean()
 
         # clipped value loss
-        errors = (values - rows["returns"]).square()
+        errors = (values - returns).square()
         if self.args.clip_vloss:
-            clipped_values = rows["values"] + (values - rows["values"]).clamp(-clip, clip)
-            errors = torch.max(errors, (clipped_values - rows["returns"]).square())
+            clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+            errors = torch.max(errors, (clipped_values - returns).square())
         value_loss = 0.5 * errors.mean()
 
-        return policy_loss, value_loss, policy.entropy().mean(), log_ratio
-
-    def differentiate(self, rows, states):
-        """Gradients of the loss with respect to `states` and to the weights behind them, and losses by name."""
-        weights = self.agent.weights.detach().requires_grad_()
-        states = states.detach().requires_grad_()
-        policy_loss, value_loss, entropy, log_ratio = self.loss(rows, states, weights)
-        loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
-        d_states, gradient = torch.autograd.grad(loss, (states, weights))
-        log_ratio = log_ratio.detach()
-        ratio = log_ratio.exp()
+        entropy = entropy.mean()
         losses = {
-            "policy_loss": policy_loss.detach(),
-            "value_loss": value_loss.detach(),
-            "entropy": entropy.detach(),
+            "policy_loss": policy_loss,
+            "value_loss": value_loss,
+            "entropy": entropy,
             "approx_kl": (ratio - 1 - log_ratio).mean(),  # http://joschu.net/blog/kl-approx.html, k3
-            "clipfrac": ((ratio - 1).abs() > self.args.clip_coef).float().mean(),
+            "clipfrac": ((ratio - 1).abs() > clip).float().mean(),
         }
-        return d_states, gradient, losses
+        loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
+        return loss, {name: value.detach() for name, value in losses.items()}
 
-    def descend(self, gradient, obs, before, keep, d_from_obs, d_from_state):
-        """One step of Adam: adds the gradient of the weights before the gates to `gradient`. Returns its norm."""
-        weights = self.agent.weights.detach().requires_grad_()
-        ends = (self.from_obs(obs, weights), self.from_state(before, keep, weights))
-        (rest,) = torch.autograd.grad(ends, weights, (d_from_obs, d_from_state))
-        gradient = gradient + rest
-        grad_norm = gradient.norm()
-        scale = (self.args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
-        self.optimizers["agent"].step(self.agent.weights, gradient * scale)
-        return grad_norm
-
-    def update_minibatch(self, rows, state):
-        """One step of Adam on `rows`, (num_steps, sequences, width), sequences that begin with `state`.
-
-        The backward pass is cut at the states and at the gates' inputs: `differentiate`, `unroll_back` and `descend`
-        compute its parts. Returns losses and statistics from before the step, by name.
-        """
-        rows = split_columns(rows, self.batch_shapes)
-        keep = 1 - rows["starts"].unsqueeze(-1)
-        from_obs = self.encode(rows["obs"])
-        states = self.unroll(from_obs, state, keep)
-        d_states, gradient, losses = self.differentiate(rows, states)
-        before = torch.cat((state[None], states[:-1]))
-        from_state = self.from_state(before, keep, self.agent.weights)
-        d_from_obs, d_from_state = self.unroll_back(d_states, from_obs, from_state, before, keep)
-        grad_norm = self.descend(gradient, rows["obs"], before, keep, d_from_obs, d_from_state)
-        return losses | {"grad_norm": grad_norm}
-
-    def learn_epoch(self):
-        """All sequences once, in minibatches drawn without replacement; stores means of what they return."""
-        order = torch.rand(self.num_envs, device=self.device).argsort()
-        losses = []
-        for envs in order.chunk(self.args.num_minibatches):
-            rows = self.batch.index_select(1, envs)
-            losses.append(self.update_minibatch(rows, self.first_state.index_select(0, envs)))
-        self.scalars.store(**{name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]})
+    def update_minibatch(self, envs):
+        """One step of Adam on the sequences of the environments `envs`; returns what to log, by name."""
+        obs, actions, numbers = self.batch.index_select(1, envs).split(self.batch_widths, -1)
+        starts, *columns = numbers.unbind(-1)
+        states = self.unroll(obs, starts, self.states[0].index_select(0, envs))
+        loss, losses = self.loss(states, actions, *columns)
+        return losses | {"grad_norm": self.optimizers["agent"].step(loss)}
 
     def learn(self):
-        """All epochs over the rollout, fewer if the KL divergence exceeds --target-kl."""
-        self.make_batch()
-        for _ in range(self.args.update_epochs):
-            self.learn_epoch()
-            if self.args.target_kl is not None and self.losses()["approx_kl"] > self.args.target_kl:
-                break
+        """Pass over the batch once for each of `orders`, in minibatches; store the last pass's mean losses."""
+        for order in self.orders:
+            losses = [self.update_minibatch(envs) for envs in order.chunk(self.args.num_minibatches)]
+        self.store(**{name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]})
 
     def update(self, learning_rate):
-        """Launch all updates of an iteration."""
-        self.optimizers["agent"].lr = learning_rate
-        self.outcomes.copy_(self.host_outcomes, non_blocking=True)
-        self.learn()
+        """Learn from the rollout: on a CUDA device this may go on when the method returns."""
+        self.optimizers["agent"].lr.fill_(learning_rate)
+        self.agent.obs_mean.copy_(torch.from_numpy(self.normalizer.obs_mean))
+        self.agent.obs_std.copy_(torch.from_numpy(self.normalizer.obs_std))
+        self.rollout.copy_(self.host_rollout, non_blocking=True)
+        self.make_batch()
+        for _ in range(self.args.update_epochs // self.epochs_at_once):
+            # random numbers are drawn outside of graphs, so that all modes draw the same ones
+            self.orders.copy_(torch.rand(self.orders.shape, device=self.device).argsort(-1))
+            self.learn()
+            if self.args.target_kl is not None and self.losses()["approx_kl"] > self.args.target_kl:
+                break
         self.updates += 1
 
+    @torch.no_grad()
     def decide(self):
-        """Sample actions for the observations of step `t`, store what was decided, and count the step."""
-        inputs = split_columns(self.inputs.index_select(0, self.t).squeeze(0), self.input_shapes)
-        state = self.state * (1 - inputs["starts"].unsqueeze(-1))
-        outputs, log_std, values, state = self.agent(inputs["obs"], state)
-        noise = self.noise.index_select(0, self.t).squeeze(0)
-        actions = sample(outputs, log_std, noise)
-        log_prob = distribution(outputs, log_std).log_prob(actions)
-        columns = (actions.view(self.num_envs, -1), log_prob[:, None], values[:, None])
-        self.decisions.index_copy_(0, self.t, torch.cat(columns, -1)[None])
-        self.states.index_copy_(0, self.t, state[None])
+        """The next `state`, and actions that are `chosen` for the observations in `row`."""
+        obs, starts, *_ = self.row.split(self.rollout_widths, -1)
+        state = self.agent.remember(obs, (1 - starts) * self.state)
         self.state.copy_(state)
-        self.actions.copy_(actions)
-        self.t.add_(1)
+        self.chosen.copy_(self.agent.sample(state, self.noise))
+
+    def start_rollout(self):
+        """Keep the state that the rollout begins with."""
+        self.states[0].copy_(self.state)
 
     def act(self, t, obs):
-        """Sampled actions for step `t` of the rollout; both are NumPy, (num_envs, ...), `obs` normalized.
-
-        Steps come in order from 0: the device counts along.
-        """
-        self.steps["obs"][t] = obs
-        self.steps["starts"][t] = self.starts
-        self.inputs[t].copy_(self.host_inputs[t], non_blocking=True)
-        if t == 0:
-            self.begin_rollout()
-        self.decide()
-        self.host_actions.copy_(self.actions, non_blocking=True)
-        self.actions_arrived.record()
-        self.actions_arrived.synchronize()
-        return environment_actions(self.host_actions.numpy(), self.action_space)
-
-    def begin_rollout(self):
-        """Keep the state that the rollout begins with, and draw its noise, see `sample`."""
-        self.t.zero_()
-        self.first_state.copy_(self.state)
-        if isinstance(self.action_space, gym.spaces.Discrete):
+        """Sampled actions for step `t` of the rollout; both are NumPy, (num_envs, ...), `obs` normalized."""
+        self.obs[t] = obs
+        self.starts[t] = self.start
+        self.row.copy_(self.host_rollout[t], non_blocking=True)
+        if self.agent.discrete:
             self.noise.exponential_()
         else:
             self.noise.normal_()
+        self.decide()
+        self.states[t + 1].copy_(self.state)
+        self.host_chosen.copy_(self.chosen, non_blocking=True)
+        self.actions_arrived.record()
+        self.actions_arrived.synchronize()
+        self.actions[t] = actions = self.host_chosen.numpy()
+        if self.agent.discrete:
+            return actions[:, 0].astype(np.int64)
+        return actions.clip(self.action_space.low, self.action_space.high)
 
-    def record(self, t, next_obs, last_obs, rewards, terminated, ended):
-        """Store what step `t` led to; all are NumPy, (num_envs, ...). Returns `next_obs` normalized.
+    def record(self, t, next_obs, rewards, terminated, ended, act_on):
+        """Store what step `t` led to; all are NumPy, (num_envs, ...). Returns `act_on` normalized.
 
-        `last_obs` is `next_obs`, but the last observation where an episode ended, as `ended` says.
+        `act_on` is `next_obs`, but the first observation of the next episode where one has ended.
         """
-        obs, rewards = self.normalizer.normalize(next_obs, rewards, ended)
-        self.steps["next_obs"][t] = obs if last_obs is next_obs else self.normalizer.scale_obs(last_obs)
-        self.steps["rewards"][t] = rewards
-        self.steps["terminated"][t] = terminated if self.args.bootstrap_truncation else ended
-        self.steps["ended"][t] = ended
-        self.starts[:] = ended
+        obs, rewards = self.normalizer.normalize(act_on, rewards, ended)
+        self.next_obs[t] = obs if act_on is next_obs else self.normalizer.scale_obs(next_obs)
+        self.rewards[t, :, 0] = rewards
+        self.terminated[t, :, 0] = terminated if self.args.bootstrap_truncation else ended
+        self.ended[t, :, 0] = self.start[:, 0] = ended
         return obs
 
-    def apply_compile_and_cudagraphs(self):
-        """The one place where functions are compiled and captured."""
-        if self.args.compile:
-            # on a CPU, kernels are called from C++
-            options = ON_CUDA if self.device.type == "cuda" else {"cpp_wrapper": True}
-            for name in ("decide", "encode", "unroll_chunk", "differentiate", "unroll_chunk_back", "descend"):
-                setattr(self, name, compiled(getattr(self, name), self.args.compile_mode, options))
-        if self.cudagraphs:
-            self.decide = CudaGraphModule(self.decide, warmup=GRAPH_WARMUP)
-            if self.args.target_kl is None:
-                self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)
-            else:  # the host looks at the KL divergence after each epoch
-                self.make_batch = CudaGraphModule(self.make_batch, warmup=GRAPH_WARMUP)
-                self.learn_epoch = CudaGraphModule(self.learn_epoch, warmup=GRAPH_WARMUP)
+    def compiled(self, function):
+        """`function`, which has no arguments and no results, compiled if --compile says so."""
+        if not self.args.compile:
+            return function
+        torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+        torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
+        options = torch._inductor.list_mode_options(self.args.compile_mode)
+        options["guard_filter_fn"] = needed_guards
+        if self.device.type == "cuda":
+            options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
+        else:
+            options["cpp_wrapper"] = True  # kernels are called from C++
+        return torch.compile(function, fullgraph=True, options=options)
+
+    def captured(self, function):
+        """`function`, which has no arguments and no results, as a CUDA graph if --cudagraphs says so."""
+        if not self.args.cudagraphs:
+            return function
+        return CudaGraphModule(function, warmup=3)  # captured at the third call, when all has been compiled
+
+    def store(self, **scalars):
+        """Keep scalars for the log, always in the same memory."""
+        for name, value in scalars.items():
+            self.scalars[name].copy_(value.detach())
 
     def losses(self):
-        """Losses and statistics of the last update's last epoch, by name; waits for that update."""
-        return self.scalars.fetch()
+        """The last update's losses and statistics by name; waits for that update."""
+        return dict(zip(self.scalars, torch.stack(list(self.scalars.values())).tolist(), strict=True))
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU."""
-        return Policy(self.agent.cpu_copy(), self.normalizer, self.action_space).eval()
+        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        return copy.deepcopy(self.agent).cpu(), (torch.zeros(2, self.obs_dim), torch.zeros(2, self.agent.state_dim))
 
     def tensors(self):
         """Every tensor that updates change. What is missing here is not saved."""
-        return {
-            "networks": {"agent": self.agent.network.state_dict()},
-            "optimizers": {name: optimizer.tensors() for name, optimizer in self.optimizers.items()},
-            "normalizer": self.normalizer.tensors(),
-            "memory": {"state": self.state, "starts": torch.from_numpy(self.starts)},
-        }
+        optimizers = {name: optimizer.tensors() for name, optimizer in self.optimizers.items()}
+        networks = {"agent": self.agent.state_dict()}
+        return {"networks": networks, "optimizers": optimizers, "normalizer": self.normalizer.tensors()}
 
     def state_dict(self):
-        """Copies on the CPU of what the learner needs to continue bit for bit."""
-        return tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), self.tensors()) | {
+        """What the learner needs to continue bit for bit."""
+        return self.tensors() | {
             "updates": self.updates,
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all()[:1],  # of the device in use
@@ -527,67 +438,28 @@ class PPO:
         tensors = self.tensors()
         load_tensors(tensors, {name: state[name] for name in tensors})
         self.updates = state["updates"]
-        self.warmup_updates += self.updates
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
 
 
-def train(args, on_start=lambda run: None):
-    """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    with MemoryRun(args) as run:
-        check_sequences(args)
-        check_compile(args, run.device)
-        envs = DirectEnvs(make_envs(args, run.folder))
-        require_actions(args, envs)
-        learner = PPO(args, envs, run.device)
-        run.start(envs, learner)
-        obs, _ = envs.reset(seed=args.seed + run.step)
-        obs, _ = learner.normalizer.normalize(obs)
-        learner.starts[:] = True  # also of a resumed run, whose checkpoint has the state of other episodes
-        on_start(run)
-        while run.unfinished():
-            learning_rate = args.learning_rate
-            if args.anneal_lr:
-                learning_rate *= 1 - run.step / args.total_timesteps
-            for t in range(args.num_steps):
-                actions = learner.act(t, obs)
-                next_obs, last_obs, rewards, terminated, truncated = envs.step(actions)
-                ended = terminated | truncated
-                obs = learner.record(t, next_obs, last_obs, rewards, terminated, ended)
-                run.advance(rewards, ended)
-            learner.update(learning_rate)
-            run.log(learner.losses())
+class RecurrentBias(torch.autograd.Function):
+    """The bias of the recurrent product, for each step; its backward pass is that of the product's weight, too.
 
-
-class Policy(nn.Module):
-    """What policy.pt2 holds, the deterministic policy: observations and state to actions and the next state.
-
-    Observations are (batch, obs_dim), actions (batch, act_dim) or (batch,), the state is (batch, state_dim). It has to
-    be 0 where an episode begins. The policy normalizes observations by the statistics of its time.
+    The gradient of the weight is a sum over all steps. Autograd would add to it step by step, a matmul and a pass over
+    the weight for each: 0.78 of the speed. But the gradients of all these biases are those of the products, and from
+    them one matmul makes the sum.
     """
 
-    def __init__(self, agent, normalizer, action_space):
-        super().__init__()
-        self.agent = agent
-        self.discrete = isinstance(action_space, gym.spaces.Discrete)
-        self.register_buffer("mean", torch.tensor(normalizer.mean[:-1]))
-        self.register_buffer("std", torch.tensor(normalizer.std[:-1]))
-        if not self.discrete:
-            self.register_buffer("low", torch.tensor(action_space.low))
-            self.register_buffer("high", torch.tensor(action_space.high))
+    @staticmethod
+    def forward(ctx, weight, bias, before):
+        """`before` is filled later: the hidden states that the product takes, (num_steps, sequences, HIDDEN)."""
+        ctx.before = before
+        return bias.repeat(*before.shape[:2], 1)
 
-    def forward(self, obs, state=None):
-        if state is None:
-            state = torch.zeros(obs.shape[0], self.agent.state_dim)
-        scaled = ((obs - self.mean) / self.std).clamp(-10, 10).float()
-        outputs, _, _, state = self.agent(scaled, state)
-        actions = outputs.argmax(-1) if self.discrete else outputs.clamp(self.low, self.high)
-        return actions, state
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What makes it fast: gates, flat networks, Adam, environments' steps, advantages, compilation
-# ---------------------------------------------------------------------------------------------------------------------
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.flatten(0, 1)
+        return gradient.T @ ctx.before.flatten(0, 1), gradient.sum(0), None
 
 
 def lstm(from_obs, from_state, state):
@@ -608,382 +480,202 @@ def gru(from_obs, from_state, state):
 GATES = {"lstm": lstm, "gru": gru}
 
 
-def sample(outputs, log_std, noise):
-    """A sample of `distribution`: noise is exponential for the Gumbel-max trick, or standard normal."""
-    if log_std is None:
-        return (outputs - noise.log()).argmax(-1)  # the negative logarithm of exponential noise is Gumbel noise
-    return outputs + log_std.exp() * noise
+def gae(deltas, decay):
+    """Advantages, A_t = delta_t + decay_t A_{t+1}; all are (num_steps, ...).
 
-
-def distribution(outputs, log_std):
-    """What actions are drawn from: logits and None, or means and log standard deviations, see `Agent.forward`."""
-    if log_std is None:
-        return Categorical(logits=outputs, validate_args=False)
-    return Independent(Normal(outputs, log_std.exp(), validate_args=False), 1, validate_args=False)
-
-
-def environment_actions(actions, space):
-    """Sampled actions, NumPy, as an environment with the action space `space` takes them."""
-    if isinstance(space, gym.spaces.Discrete):
-        return actions.astype(np.int64)
-    return actions.clip(space.low, space.high)
-
-
-class FlatNetwork:
-    """A network whose parameters are views of one flat vector, `weights`, which requires no gradient.
-
-    `flat(*inputs)` calls the network. To learn, call `flat(*inputs, weights=w)` with
-    `w = flat.weights.detach().requires_grad_()`: calls without `w` give no gradient. The members of an
-    nn.ModuleList are called together: outputs get a leading dimension.
-
-    Each parameter starts on a 64-byte boundary, for fast loads. Matrices are stored transposed: the gradient of a
-    batched matmul then needs no copy.
+    By doubling: after k rounds A_t covers 2**k steps.
     """
-
-    def __init__(self, network, batched=True, pin_memory=False):
-        """`batched` calls the members of an nn.ModuleList as one network: faster if compiled or captured."""
-        self.network = network
-        self.several = isinstance(network, nn.ModuleList)
-        self.batched = batched and self.several
-        self.members = list(network) if self.several else [network]
-        first = self.members[0]
-        for layer in first.modules():
-            if isinstance(layer, RUNNING_STATISTICS) or hasattr(layer, "weight_u"):  # of the old spectral_norm
-                raise ValueError("flat networks cannot hold statistics (BatchNorm, spectral norm): use LayerNorm")
-        if any(repr(member) != repr(first) for member in self.members):
-            raise ValueError("the members of a ModuleList must have the same layers")
-        for buffers in zip(*(member.buffers() for member in self.members), strict=True):
-            if any(not torch.equal(buffer, buffers[0]) for buffer in buffers):
-                raise ValueError("the members of a ModuleList share the first one's buffers: these must be equal")
-        if len({parameter.requires_grad for parameter in first.parameters()}) > 1:
-            raise ValueError("flat networks learn all of their parameters: register frozen ones as buffers")
-        self.shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
-        self.tied = len(self.shapes) < len(list(first.named_parameters(remove_duplicate=False)))
-        self.sizes = []  # of each parameter, and of the padding behind it
-        for shape in self.shapes.values():
-            size = len(self.members) * shape.numel()
-            self.sizes += [size, -size % 16]
-        device = next(first.parameters()).device
-        self._weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
-        for name, view in self.views(self.weights).items():
-            for member, value in zip(self.members, view if self.several else [view], strict=True):
-                parameter = member.get_parameter(name)
-                value.copy_(parameter.detach())
-                parameter.requires_grad_(False)
-                parameter.data = value
-
-    @property
-    def weights(self):
-        """The flat vector. Change it in place: the network's parameters, and CUDA graphs, stay where they are."""
-        return self._weights
-
-    def views(self, weights):
-        """Parameters by name as views of a flat vector; those of several members have a leading dimension."""
-        lead = (len(self.members),) if self.several else ()
-        parameters = weights.split(self.sizes)[::2]  # every other piece is padding
-        views = {}
-        for (name, shape), parameter in zip(self.shapes.items(), parameters, strict=True):
-            if len(shape) == 2:
-                views[name] = parameter.view(*lead, *reversed(shape)).mT
-            else:
-                views[name] = parameter.view(*lead, *shape)
-        return views
-
-    def unbind(self, view):
-        """The members' parts of a parameter; matrices as they are stored, so that their gradients need no copies."""
-        return [part.mT for part in view.mT.unbind()] if view.ndim == 3 else view.unbind()
-
-    def call(self, parameters, *inputs):
-        return functional_call(self.members[0], parameters, inputs, tie_weights=self.tied)
-
-    def __call__(self, *inputs, weights=None):
-        """The network's outputs, (batch, ...), or those of all members, (members, batch, ...)."""
-        if weights is None and not self.batched and not torch.compiler.is_compiling():
-            return self.stack([member(*inputs) for member in self.members])  # eager functional_call costs time
-        views = self.views(self.weights if weights is None else weights)
-        if not self.several:
-            return self.call(views, *inputs)
-        if self.batched:
-            inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
-            return vmap(self.call, randomness="different")(views, *inputs)
-        members = zip(*map(self.unbind, views.values()), strict=True)
-        return self.stack([self.call(dict(zip(views, member, strict=True)), *inputs) for member in members])
-
-    def stack(self, outputs):
-        """The members' outputs with a leading dimension; a single network's as they are."""
-        return tree_map(lambda *tensors: torch.stack(tensors), *outputs) if self.several else outputs[0]
-
-    def cpu_copy(self):
-        """A copy of the network on the CPU, with parameters that are contiguous as torch.export likes them."""
-        network = copy.deepcopy(self.network).cpu()
-        for parameter in network.parameters():
-            parameter.data = parameter.data.contiguous()
-        return network
-
-
-class Adam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) for one flat vector.
-
-    `optimizer.lr = 1e-4` works at any time: attributes are tensors, which assignment fills in place, so that CUDA
-    graphs and checkpoints see the change.
-
-    torch.optim's Adam compiles too, but computes powers of the betas once per parameter: in float32 they are wrong in
-    the fifth digit, in float64 they take 6% of a compiled update. Running products do without.
-    """
-
-    def __init__(self, weights, lr):
-        self.lr = torch.as_tensor(lr, dtype=torch.float64, device=weights.device)
-        self.m = torch.zeros_like(weights)
-        self.v = torch.zeros_like(weights)
-        self._betas = torch.tensor((BETA1, BETA2), dtype=torch.float64, device=weights.device)
-        self.decay = torch.ones_like(self._betas)  # beta1**t and beta2**t after t steps
-
-    def __setattr__(self, name, value):
-        if name in vars(self) and torch.is_tensor(value):
-            vars(self)[name].copy_(value)
-        elif name in vars(self):
-            vars(self)[name].fill_(value)  # unlike a copy from the CPU this does not wait for the device
-        elif torch.is_tensor(value):
-            super().__setattr__(name, value)
-        else:
-            raise TypeError(f"Adam.{name} must be a tensor: CUDA graphs freeze Python values, checkpoints lack them")
-
-    def step(self, weights, gradient):
-        """Move `weights` one step against `gradient`, in place."""
-        self.decay.mul_(self._betas).clamp_(min=1e-30)  # denormal numbers, after 7000 steps, would be slow
-        self.m.lerp_(gradient, 1 - BETA1)
-        self.v.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
-        correction1, correction2 = (1 - self.decay).unbind()
-        root = correction2.sqrt()
-        # lr * m_hat / (sqrt(v_hat) + eps): the corrections and lr are in the denominator, also right for lr = 0
-        denominator = self.v.sqrt().add_(EPS * root).mul_(correction1 / (self.lr * root))
-        weights.addcdiv_(self.m, denominator, value=-1)
-
-    def tensors(self):
-        """What a resumed run needs, by name: all but the learning rate and the betas, which are the script's."""
-        return {name: tensor for name, tensor in vars(self).items() if name not in ("lr", "_betas")}
-
-
-class Scalars:
-    """Numbers to log, which stay on the device until they are fetched."""
-
-    def __init__(self, device):
-        self.device = device
-        self.groups = {}  # names of scalars that are stored together, and their memory
-
-    def store(self, **scalars):
-        """Store detached 0-dimensional tensors by name, always in the same memory."""
-        names = tuple(scalars)
-        if names not in self.groups:
-            self.groups[names] = torch.zeros(len(names), device=self.device)
-        torch.stack(list(scalars.values()), out=self.groups[names])
-
-    def fetch(self):
-        """The newest values by name; waits for the device."""
-        return {n: v for names, values in self.groups.items() for n, v in zip(names, values.tolist(), strict=True)}
+    advantages = deltas
+    covered = 1
+    while covered < len(deltas):
+        following = decay[:-covered] * advantages[covered:]
+        advantages = torch.cat((advantages[:-covered] + following, advantages[-covered:]))
+        decay = torch.cat((decay[:-covered] * decay[covered:], torch.zeros_like(decay[-covered:])))
+        covered *= 2
+    return advantages
 
 
 class DirectEnvs(gym.vector.VectorWrapper):
-    """Steps the environments of a SyncVectorEnv without the vector environment's own work, which can cost more.
+    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do.
 
-    `step` returns something else than gymnasium's: no wrapper can go around this one.
+    No autoreset, and no infos.
     """
 
     def step(self, actions):
-        """Step each environment, and reset it where an episode ends; `actions` are NumPy, (num_envs, ...).
-
-        Returns the next observations and what the actions led to, the same array unless an episode ended, both
-        (num_envs, obs_dim); rewards, terminated, truncated, (num_envs,). All arrays are new.
-        """
-        space = self.env.observation_space
-        last_obs = np.empty(space.shape, space.dtype)
-        rewards = np.empty(len(last_obs))
-        terminated = np.empty(len(last_obs), bool)
-        truncated = np.empty(len(last_obs), bool)
-        first_obs = {}  # of the episodes that begin, by environment
-        for i, env in enumerate(self.env.envs):
-            last_obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
-            if terminated[i] or truncated[i]:
-                first_obs[i], _ = env.reset()
-        next_obs = last_obs
-        if first_obs:
-            next_obs = last_obs.copy()
-            next_obs[list(first_obs)] = list(first_obs.values())
-        return next_obs, last_obs, rewards, terminated, truncated
+        steps = [env.step(action) for env, action in zip(self.env.envs, actions, strict=True)]
+        obs, rewards, terminated, truncated, _ = zip(*steps, strict=True)
+        self.env._env_obs = list(obs)  # where `reset` finds those of the environments that it does not reset
+        return np.array(obs), np.array(rewards), np.array(terminated), np.array(truncated), {}
 
 
 class Normalizer:
     """Scales observations to mean 0 and variance 1, and rewards so that discounted returns have variance 1.
 
-    All environments share the statistics, which are float64 (Chan, Golub and LeVeque 1983). Results are in [-10, 10].
+    All environments share the statistics. They are float64 (Chan, Golub and LeVeque 1983), and those of observations
+    and of returns lie side by side, for one pass over both. Results are in [-10, 10].
     """
 
     def __init__(self, num_envs, obs_dim, gamma):
         self.gamma = gamma
-        self.rows = np.zeros((num_envs, obs_dim + 1))  # observation, and the discounted return so far
-        self.returns = self.rows[:, -1]
+        self.rows = np.zeros((num_envs, obs_dim + 1))  # the newest
         self.count = np.zeros(1)
         self.mean = np.zeros(obs_dim + 1)
         self.squares = np.zeros(obs_dim + 1)  # sum of squared differences from the mean
         self.std = np.ones(obs_dim + 1)
+        self.obs, self.returns = self.rows[:, :-1], self.rows[:, -1]
+        self.obs_mean, self.obs_std, self.return_std = self.mean[:-1], self.std[:-1], self.std[-1:]
 
     def normalize(self, obs, rewards=0.0, ended=False):
         """Observations, (num_envs, obs_dim), and rewards, (num_envs,), scaled by statistics that include them."""
-        self.rows[:, :-1] = obs
+        self.obs[:] = obs
         self.returns[:] = self.gamma * self.returns + rewards
         errors = self.rows - self.mean
         self.count += len(errors)
         self.mean += np.add.reduce(errors) / self.count
-        centered = self.rows - self.mean
-        self.squares += np.add.reduce(errors * centered)
+        self.squares += np.add.reduce(errors * (self.rows - self.mean))
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
         self.returns[ended] = 0
-        centered[:, -1] = rewards
-        scaled = (centered / self.std).clip(-10, 10).astype(np.float32)
-        return scaled[:, :-1], scaled[:, -1]
+        return self.scale_obs(obs), (rewards / self.return_std).clip(-10, 10)
 
     def scale_obs(self, obs):
         """Observations, (n, obs_dim), scaled by the statistics as they are."""
-        return ((obs - self.mean[:-1]) / self.std[:-1]).clip(-10, 10).astype(np.float32)
+        return ((obs - self.obs_mean) / self.obs_std).clip(-10, 10).astype(np.float32)
 
     def tensors(self):
         """The statistics by name, as tensors that share their memory."""
         return {name: torch.from_numpy(getattr(self, name)) for name in ("count", "mean", "squares", "std")}
 
 
-def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
-    """Generalized advantage estimation (arXiv:1506.02438, eq. 16); all tensors are (num_steps, num_envs).
+class ClippedAdam:
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) on clipped gradients, which can be part of a compiled function.
 
-    It solves the recurrence A_t = delta_t + decay_t A_{t+1} by doubling: after k rounds A_t covers 2**k steps.
+    torch.optim's cannot. The gradients of all weights are one vector here, which has one norm and one Adam. To change
+    the learning rate at any time, fill the tensor `lr`.
     """
-    advantages = rewards + gamma * (1 - terminated) * next_values - values
-    decay = gamma * gae_lambda * (1 - ended)
-    covered = 1
-    while covered < len(rewards):
-        following = decay[: len(rewards) - covered] * advantages[covered:]
-        advantages = torch.cat((advantages[:-covered] + following, advantages[-covered:]))
-        decay = decay[:-covered] * decay[covered:]
-        covered *= 2
-    return advantages
+
+    beta1, beta2, eps = 0.9, 0.999, 1e-5
+
+    def __init__(self, weights, lr, max_grad_norm):
+        self.weights = list(weights)
+        self.max_grad_norm = max_grad_norm
+        device = self.weights[0].device
+        self.m = torch.zeros(sum(w.numel() for w in self.weights), device=device)
+        self.v = torch.zeros_like(self.m)
+        self.lr = torch.tensor(lr, dtype=torch.float64, device=device)
+        self.betas = torch.tensor((self.beta1, self.beta2), dtype=torch.float64, device=device)
+        self.ones = torch.zeros_like(self.betas)  # the same averages as m and v, of ones: they correct the bias
+
+    def step(self, loss):
+        """Move the weights one step against the gradient of `loss`, in place; returns its norm before clipping."""
+        return self.descend(torch.autograd.grad(loss, self.weights))
+
+    @torch.no_grad()
+    def descend(self, gradients):
+        """Move the weights one step against `gradients`, in place; returns their norm before clipping."""
+        gradient = torch.cat([g.flatten() for g in gradients])
+        norm = gradient.norm()
+        gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+
+        self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
+        ones1, ones2 = self.ones.unbind()
+        self.m.lerp_(gradient, 1 - self.beta1)
+        self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        change = self.m / ((self.v / ones2).sqrt() + self.eps) * (self.lr / ones1)
+        parts = change.split([w.numel() for w in self.weights])
+        torch._foreach_sub_(self.weights, [part.view_as(w) for part, w in zip(parts, self.weights, strict=True)])
+        return norm
+
+    def tensors(self):
+        """What a resumed run needs."""
+        return {"m": self.m, "v": self.v, "ones": self.ones}
 
 
-def split_columns(rows, shapes):
-    """Views of `rows`, (..., width), by column name; `shapes` are those of the columns, which lie side by side."""
-    columns = rows.split([math.prod(shape) for shape in shapes.values()], -1)
-    return {name: x.view(*x.shape[:-1], *shapes[name]) for name, x in zip(shapes, columns, strict=True)}
-
-
-class HostEvent:
-    """A torch.cuda.Event for the CPU, where nothing has to be waited for."""
-
-    def record(self):
-        pass
-
-    def synchronize(self):
-        pass
+def needed_guards(guards):
+    """Which guards a compiled function checks at each call: not those on layers, imported modules and constants."""
+    not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
+    return [keep and keep_too for keep, keep_too in zip(not_layers, not_globals, strict=True)]
 
 
 def load_tensors(tensors, saved):
     """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
-    places, values = dict(tree_leaves_with_path(tensors)), dict(tree_leaves_with_path(saved))
-    unmatched = places.keys() ^ values.keys()
-    if unmatched:
-        raise ValueError(f"only one of them has {min(map(keystr, unmatched))}")
-    for path, tensor in places.items():
-        if tensor.shape != values[path].shape:
-            raise ValueError(f"{keystr(path)} is {tuple(values[path].shape)} and not {tuple(tensor.shape)}")
-        tensor.copy_(values[path])
+
+    def load(tensor, value):
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            raise ValueError(f"{value.dtype} {tuple(value.shape)} instead of {tensor.dtype} {tuple(tensor.shape)}")
+        tensor.detach().copy_(value)
+
+    tree_map(load, tensors, saved)
 
 
-def check_compile(args, device):
-    """Refuse --compile without a compiler, and say so if --cudagraphs cannot be used."""
-    if args.cudagraphs and device.type != "cuda":
-        note("--cudagraphs needs a CUDA device; running without")
-    for name, value in vars(args).items():
-        if name.endswith("compile_mode") and value not in (None, "default") and not args.compile:
-            refuse(name, value, "give --compile too")
-    logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
-    compiler = os.environ.get("CXX", "g++") if device.type == "cpu" else os.environ.get("CC", "gcc")
-    if args.compile and not shutil.which(compiler):
-        refuse("compile", True, f"install {compiler}, which torch.compile needs, or leave it out")
-
-
-def needed_guards(guards):
-    """Which guards a compiled function checks at each call: not those on layers, builtins and imported modules.
-
-    Checking these takes 3 to 4% of a compiled run on a CPU. So a layer's attribute that changes after the first call,
-    `training` included, is not noticed.
-    """
-    needed = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
-    stable = ("__import_", "__builtins_")
-    return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
-
-
-ON_CUDA = {  # inductor's options, mostly for fewer kernels
-    "combo_kernels": True,  # independent small kernels are merged
-    "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
-}
-
-
-def compiled(function, mode, options):
-    """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
-    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-    torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
-    options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
-    return torch.compile(function, fullgraph=True, options=options)
-
-
-def make_envs(args, folder):
-    """`num_envs` copies of the environment, which step one after the other; the first one's videos go to `folder`."""
-    if ":" in args.env_id:
-        note(f"--env-id imports the module {args.env_id.partition(':')[0]}")
-
-    def make_env():
-        options = {"render_mode": "rgb_array"} if args.capture_video else {}
-        env = gym.make(args.env_id, **options)
-        return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
-
-    require_memory(args, "num_envs", bytes_each=20_000)  # an environment in Python takes more
-    try:
-        # SAME_STEP: where an episode ends, the last observation is in infos["final_obs"]
-        envs = SyncVectorEnv([make_env] * args.num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
-    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
-        remedy = "correct the name, install what is missing, or do without video"
-        refuse("env_id", args.env_id, f"{remedy}: {one_line(error)}")
-    space = envs.single_observation_space
-    if len(space.shape) != 1:
-        refuse("env_id", args.env_id, f"choose an environment whose observations are vectors, not {space}")
-    if not isinstance(envs.envs[0].unwrapped.observation_space, gym.spaces.Box):
-        note(f"observations are flattened to vectors of {space.shape[0]} numbers")
-    if args.capture_video:
-        try:
-            envs.envs[0].reset()
-            envs.envs[0].render()
-            envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], str(folder / "videos"), disable_logger=True)
-        except Exception as error:
-            refuse("capture_video", True, f"this environment cannot be recorded here: {one_line(error)}")
-    return envs
-
-
-def require_actions(args, envs):
-    """Refuse environments whose actions are neither numbers that count from 0 nor vectors with bounds."""
-    space = envs.single_action_space
-    discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
-    bounded = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.is_bounded()
-    if not (discrete or bounded):
-        remedy = "choose an environment whose actions are bounded vectors or count from 0"
-        refuse("env_id", args.env_id, f"{remedy}, not {space}")
+def train(args):
+    """Train an agent."""
+    device, folder = prepare(args)
+    if args.cudagraphs and device.type == "cpu":
+        print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
+        args.cudagraphs = False
+    envs = DirectEnvs(make_envs(args, folder))
+    check_sequences(args)
+    require_actions(args, envs)
+    learner = PPO(args, envs, device)
+    with Run(args, folder, envs, learner) as run:
+        obs, _ = envs.reset(seed=args.seed + run.step)
+        obs, _ = learner.normalizer.normalize(obs)
+        while run.unfinished():
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - run.step / args.total_timesteps
+            learner.start_rollout()
+            for t in range(args.num_steps):
+                actions = learner.act(t, obs)
+                next_obs, rewards, terminated, truncated, _ = envs.step(actions)
+                ended = terminated | truncated
+                act_on = next_obs
+                if ended.any():
+                    act_on, _ = envs.reset(options={"reset_mask": ended})
+                obs = learner.record(t, next_obs, rewards, terminated, ended, act_on)
+                run.advance(rewards, ended)
+            learner.update(learning_rate)
+            run.log(learner.losses())
 
 
 def check_sequences(args):
     """Refuse sizes that do not fit together."""
     if args.num_envs % args.num_minibatches:
         refuse("num_minibatches", args.num_minibatches, f"give a divisor of num_envs, {args.num_envs}")
-    batch = args.num_envs * args.num_steps
-    if args.norm_adv and batch == args.num_minibatches:
-        refuse("num_steps", args.num_steps, "give at least 2, to normalize the advantages of a minibatch")
-    if batch > args.total_timesteps:
-        note(f"one iteration takes {batch} steps, more than --total-timesteps {args.total_timesteps}")
+    if args.num_envs * args.num_steps == args.num_minibatches:
+        refuse("num_steps", args.num_steps, "give at least 2, so that minibatches have more than one transition")
+
+
+def make_envs(args, folder):
+    """`num_envs` copies of the environment, which step one after the other; the first one's videos go to `folder`."""
+
+    def make_env(index):
+        if args.capture_video and index == 0:
+            env = gym.make(args.env_id, render_mode="rgb_array")
+            env = gym.wrappers.RecordVideo(env, str(folder / "videos"), disable_logger=True)
+        else:
+            env = gym.make(args.env_id)
+        return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
+
+    try:
+        functions = [partial(make_env, index) for index in range(args.num_envs)]
+        envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError) as error:
+        refuse("env_id", args.env_id, error)
+    space = envs.single_observation_space
+    if len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
+    return envs
+
+
+def require_actions(args, envs):
+    """Refuse actions that are neither numbers from 0 up nor vectors of floats with bounds."""
+    space = envs.single_action_space
+    discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
+    bounded = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and space.is_bounded()
+    if not discrete and not (bounded and len(space.shape) == 1):
+        refuse("env_id", args.env_id, f"actions must be bounded vectors of floats or discrete from 0 on, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -994,46 +686,24 @@ def check_sequences(args):
 def parse_args():
     """The command line; with --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
-    if args.resume is None:
-        return args
-    saved = load_checkpoint(args).get("args", {})
-    defaults = {name: value for name, value in saved.items() if name in vars(args)}
-    if len(defaults) < len(saved):
-        note(f"ignoring flags of the checkpoint that this script lacks: {', '.join(saved.keys() - defaults.keys())}")
-    return tyro.cli(Args, default=Args(**defaults), description=__doc__)
-
-
-def note(text):
-    """Tell the user, if anybody reads stderr."""
-    with suppress(OSError):
-        print(f"note: {text}", file=sys.stderr)
+    if args.resume is not None:
+        saved = load_checkpoint(args.resume).get("args", {})
+        defaults = {name: value for name, value in saved.items() if name in vars(args)}
+        args = tyro.cli(Args, default=Args(**defaults), description=__doc__)
+    return args
 
 
 def refuse(name, value, remedy):
     """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def one_line(error):
-    """What an error says, in one line."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 400)
-
-
-def require_memory(args, name, bytes_each):
-    """Refuse a count, argument `name`, of things that do not fit into memory, `bytes_each` each."""
-    if not hasattr(os, "sysconf"):  # on Windows
-        return
-    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
-    if getattr(args, name) * bytes_each > limit:
-        refuse(name, getattr(args, name), f"give at most {limit // bytes_each}, which takes {limit / 1e9:.0f} GB")
-
-
 def prepare(args):
-    """Check the arguments, seed NumPy and torch, and return the device."""
+    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
     for name, value in vars(args).items():
-        low = 1 if name in AT_LEAST_1 else 1e-12 if name in POSITIVE else 0
-        high = 1 if name in AT_MOST_1 else 1e12
+        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -1041,26 +711,28 @@ def prepare(args):
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed % 2**32)
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    return device, Path(args.run_dir) / name.replace("/", "_")
 
 
-def load_checkpoint(args):
-    """What a run's `save` wrote to the folder or file in --resume, on the CPU."""
-    path = Path(args.resume)
+def load_checkpoint(resume):
+    """What a run's `save` wrote to this folder or file, on the CPU."""
+    path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
-        refuse("resume", args.resume, f"give the folder of a run with an intact checkpoint.pt ({one_line(error)})")
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def replace_file(path, write):
-    """Replace the file at `path` atomically by what `write(file)` writes: a crash leaves the old or the new file."""
+    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
@@ -1072,14 +744,8 @@ def replace_file(path, write):
         raise OSError(f"could not write {path}: is the disk full?") from error
 
 
-def has_nan(state):
-    """Whether any tensor in nested dictionaries holds a NaN."""
-    tensors = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    return any(tensor.isnan().any() for tensor in tensors)
-
-
 class ProgressBar(tqdm):
-    """A progress bar that keeps working when stderr is closed or full."""
+    """A progress bar that does not mind if stderr is closed."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -1089,91 +755,63 @@ class ProgressBar(tqdm):
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
-    Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoint, policy and summary are
-    written. A run that ends before `start` leaves nothing behind.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
+    summary are written.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, folder, envs, learner):
         self.args = args
-        self.device = prepare(args)
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
-        self.folder = Path(args.run_dir) / name.replace("/", "_")
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            refuse("run_dir", args.run_dir, f"give a folder that can be written ({one_line(error)})")
-        self.step = 0
-        self.episodes = 0
-        self.recent_returns = []  # of the last 20 episodes
-        self.steady = None  # step and time when warm-up ended
-        self.signal = None
-        self.started = False
-
-    def start(self, envs, learner):
-        """Restore the learner if the run is resumed, and begin to log."""
+        self.folder = folder
         self.envs = envs
         self.learner = learner
-        if self.args.resume is not None:
-            self.restore()
+        self.step = 0
+        self.episodes = 0
+        self.recent_returns = deque(maxlen=20)
+        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.lengths = np.zeros(args.num_envs, int)
+        self.signal = None
+        if args.resume is not None:
+            self.restore(load_checkpoint(args.resume))
         self.log_step = self.saved_step = self.step
-        self.returns = np.zeros(self.args.num_envs)  # of the current episodes
-        self.first_steps = np.full(self.args.num_envs, self.step)
-        space = envs.single_observation_space
-        is_image = space.dtype == np.uint8 and len(space.shape) > 1
-        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if is_image else torch.float32)
-        with torch.no_grad():
-            learner.policy().eval()(self.example)  # what does not match an edited network fails now
-        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
-        versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
-        self.config = {"compile": False, "cudagraphs": False} | vars(self.args)
-        self.config |= {
-            "script": Path(__file__).stem,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "cores": os.cpu_count(),
-            "versions": versions | {"python": platform.python_version()},
-        }
-        (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
-        shutil.copy(__file__, self.folder)
-        if self.args.track:
-            self.track()
-        self.writer = SummaryWriter(self.folder)
-        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
-        self.bar = ProgressBar(**size, disable=sys.stderr is None)
-        self.bar.set_description("compiling" if self.config["compile"] else "warming up")
-        self.start_time = self.log_time = time.perf_counter()
-        self.started = True
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
+        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
+        self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
+        self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
+        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2))
+        shutil.copy(__file__, folder)
+        if args.track:
+            import wandb
 
-    def restore(self):
-        """Continue from the checkpoint in --resume."""
-        checkpoint = load_checkpoint(self.args)
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+        self.writer = SummaryWriter(folder)
+        size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
+        self.start_time = self.log_time = time.perf_counter()
+
+    def restore(self, checkpoint):
+        """Continue from a checkpoint."""
         try:
             for name in FIXED:
-                value, saved = getattr(self.args, name), checkpoint["args"][name]
-                if value != saved:
-                    refuse(name, value, f"leave it out: the checkpoint has {saved}")
+                if getattr(self.args, name) != checkpoint["args"][name]:
+                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
-            self.recent_returns = checkpoint["returns"]
-        except (KeyError, RuntimeError, ValueError) as error:
-            refuse("resume", self.args.resume, f"the checkpoint does not fit this script: {one_line(error)}")
+            self.recent_returns.extend(checkpoint["returns"])
+        except Exception as error:
+            refuse("resume", self.args.resume, f"this checkpoint does not fit the script: {error!r}")
         if self.step >= self.args.total_timesteps:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
-    def track(self):
-        """Copy the TensorBoard events to Weights & Biases."""
-        try:
-            import wandb
-
-            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity}
-            wandb.init(**names, name=self.folder.name, dir=self.folder, config=self.config, sync_tensorboard=True)
-        except Exception as error:
-            refuse("track", True, f"pip install wandb and `wandb login`, or WANDB_MODE=offline ({one_line(error)})")
-
     def __enter__(self):
-        signals = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
-        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in handled}
+        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
         return self
 
     def on_signal(self, number, frame):
@@ -1195,122 +833,64 @@ class Run:
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
+        self.lengths += 1
         for i in ended.nonzero()[0]:
-            self.end_episode(i)
-        if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
-            self.steady = (self.step, time.perf_counter())
-            self.bar.set_description("training", refresh=False)
+            self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
+            self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
+            self.recent_returns.append(float(self.returns[i]))
+            self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
+            self.episodes += 1
+            self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
-
-    def end_episode(self, i):
-        """Log the episode that is over in environment `i`."""
-        self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
-        length = (self.step - self.first_steps[i]) // self.args.num_envs
-        self.writer.add_scalar("charts/episodic_length", length, self.step)
-        self.recent_returns = [*self.recent_returns[-19:], float(self.returns[i])]
-        self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
-        self.episodes += 1
-        self.returns[i] = 0
-        self.first_steps[i] = self.step
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
         self.log_time = now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
-        non_finite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
-        if non_finite:
-            self.end_at_nan(f"{non_finite[0]} is {losses[non_finite[0]]}", self.learner.state_dict())
+            if "loss" in name and not math.isfinite(value):
+                self.end_at_nan(f"{name} is {value}")
 
-    def end_at_nan(self, what, state):
-        """End the run with exit code 1 and a line that names the cause."""
-        cause = "a lower learning rate may help"
-        if has_nan([state.get("replay"), state.get("normalizer")]):
-            cause = "the environment returned a NaN, unless a diverged policy sent it one"
-        kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
-        raise SystemExit(f"error: step {self.step}: {what}; {cause}; {kept}")
-
-    def save(self):
-        """Write checkpoint.pt and policy.pt2; end the run if there is a NaN in what is to be saved."""
-        state = self.learner.state_dict()
-        if has_nan(state):
-            self.end_at_nan("the checkpoint would hold a NaN", state)
-        checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
-        checkpoint |= {"returns": self.recent_returns, "learner": state}
-        replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
-        self.saved_step = self.step
-        try:
-            batch = torch.export.Dim("batch")
-            program = torch.export.export(self.learner.policy().eval(), (self.example,), dynamic_shapes=({0: batch},))
-        except Exception as error:  # of an edited policy
-            return note(f"no policy.pt2: {one_line(error)}")
-        replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
-
-    def __exit__(self, kind, error, traceback):
-        try:
-            if self.started:
-                self.finish(error)
-            else:
-                shutil.rmtree(self.folder, ignore_errors=True)
-        finally:
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-        if self.signal is not None and not isinstance(error, SystemExit):
-            if isinstance(error, Exception):
-                note(f"after the signal: {one_line(error)}")
-            raise SystemExit(128 + self.signal)
-
-    def finish(self, error):
-        """Write what a started run leaves behind; `error` is what ended it, or None."""
-        end_time = time.perf_counter()
-        try:
-            if error is None or isinstance(error, Exception):
-                self.save()
-        except BaseException as saving_error:
-            if error is None:
-                raise
-            note(f"no checkpoint: {one_line(saving_error)}")
-        finally:
-            self.write_summary(end_time)
-            self.envs.close()
-            self.writer.close()
-            with suppress(OSError):
-                self.bar.close()
-
-    def write_summary(self, end_time):
-        """Write summary.json: the configuration, and what came of it."""
-        steady_step, steady_time = self.steady or (self.step, end_time)
-        mean_return = float(np.mean(self.recent_returns)) if self.recent_returns else math.nan
-        results = {
-            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
-            "global_step": self.step,
-            "episodes": self.episodes,
-            "episodic_return": mean_return if math.isfinite(mean_return) else None,
-            "steady_sps": (self.step - steady_step) / (end_time - steady_time) if self.step > steady_step else None,
-            "warmup_seconds": steady_time - self.start_time if self.steady else None,
-            "wall_seconds": end_time - self.start_time,
-        }
-        (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
-
-
-class MemoryRun(Run):
-    """A run whose policy.pt2 takes a state beside observations, and returns the next one beside actions."""
+    def end_at_nan(self, what):
+        """End the run with exit code 1; a checkpoint from before remains."""
+        causes = "NaN in observations or rewards, or too high a learning rate"
+        raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
         """Write checkpoint.pt and policy.pt2."""
-        super().save()
-        policy = self.learner.policy()
-        inputs = (self.example, torch.zeros(len(self.example), policy.agent.state_dim))
+        state = self.learner.state_dict()
+        floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+        if any(tensor.isnan().any() for tensor in floats):
+            self.end_at_nan("the checkpoint would hold NaN")
+        checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
+        checkpoint |= {"returns": list(self.recent_returns), "learner": state}
+        replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+        self.saved_step = self.step
+        policy, inputs = self.learner.policy()
         batch = torch.export.Dim("batch")
-        try:
-            program = torch.export.export(policy, inputs, dynamic_shapes=({0: batch}, {0: batch}))
-        except Exception as error:  # of an edited policy
-            return note(f"policy.pt2 has no state: {one_line(error)}")
+        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
+
+    def __exit__(self, kind, error, traceback):
+        wall_seconds = time.perf_counter() - self.start_time
+        try:
+            if kind is None or issubclass(kind, Exception):  # not at NaN, and not at a second Ctrl-C
+                self.save()
+        finally:
+            results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
+            finite = [value for value in self.recent_returns if math.isfinite(value)]
+            results["episodic_return"] = float(np.mean(finite)) if finite else None
+            (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
+            self.envs.close()
+            self.writer.close()
+            self.bar.close()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
+            raise SystemExit(128 + self.signal)
 
 
 if __name__ == "__main__":
@@ -1320,13 +900,7 @@ if __name__ == "__main__":
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
-#     "torch==2.13.0",
-#     "tensordict==0.15.3",
-#     "gymnasium==1.4.0",
-#     "numpy==2.4.6",
-#     "tyro==1.0.17",
-#     "tqdm==4.70.1",
-#     "tensorboard==2.21.0",
-#     "wandb==0.31.0",
+#     "torch==2.13.0", "tensordict==0.15.3", "gymnasium==1.4.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0",
 # ]
 # ///

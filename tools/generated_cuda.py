@@ -58,6 +58,7 @@ CARDS = {  # by compute capability: name, multiprocessors, shared memory of a bl
     100: ("NVIDIA B200", 148, 232448, 126 << 20),
 }
 CUDA = torch.device("cuda", 0)
+CODES = {}  # that `cuda_code` has generated, by graph, inputs, card and options
 KERNEL = re.compile(r"^(triton_\w+) = async_compile\.triton\('\w+', '''(.*?)''', device_str='cuda'\)", re.M | re.S)
 
 
@@ -153,19 +154,28 @@ class Generated(BaseException):
 def cuda_code(gm, inputs, capability=90, options=None):
     """Inductor's Python module for a graph of aten operators: Triton kernels, and `call`, which launches them.
 
-    `gm` is the graph that AOTAutograd gives to inductor on the CPU, `inputs` are its tensors.
+    `gm` is the graph that AOTAutograd gives to inductor on the CPU, `inputs` are its tensors. The code of
+    a graph is generated once.
     """
+    key = (gm.code, emulated_cuda.form(inputs), capability, str(options))
+    if key not in CODES:
+        CODES[key] = generate(gm, inputs, capability, options or {})
+    return CODES[key]
+
+
+def generate(gm, inputs, capability, options):
+    """`cuda_code`, each time anew."""
     gm = copy.deepcopy(gm)
     for node in gm.graph.nodes:
         node.args = replace_devices(node.args)
         node.kwargs = replace_devices(node.kwargs)
     gm.recompile()
 
-    def generate(lowering):
+    def end_with_code(lowering):
         code, _ = lowering.codegen()
         raise Generated(getattr(code, "value", code))
 
-    options = (options or {}) | {"profile_bandwidth": True}  # tells how many bytes a kernel reads and writes
+    options = options | {"profile_bandwidth": True}  # tells how many bytes a kernel reads and writes
     with described_card(capability), torch._inductor.config.patch(options), FakeTensorMode() as mode:
         fakes = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA) if torch.is_tensor(x) else x
@@ -178,7 +188,7 @@ def cuda_code(gm, inputs, capability=90, options=None):
         compiler = compile_fx._InProcessFxCompile()
         tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
         debug = V.set_debug_handler(DebugContext())
-        with tracing, debug, mock.patch.object(graph.GraphLowering, "compile_to_module", generate):
+        with tracing, debug, mock.patch.object(graph.GraphLowering, "compile_to_module", end_with_code):
             try:
                 compiler.codegen_and_compile(gm, fakes, [], kwargs)
             except Generated as generated:
@@ -213,10 +223,11 @@ def assemble(path):
     return len(kernels)
 
 
-UNARY = {
+FUNCTIONS = {
     "abs": np.abs,
     "ceil": np.ceil,
     "cos": np.cos,
+    "div_rn": np.divide,
     "exp": np.exp,
     "exp2": np.exp2,
     "expm1": np.expm1,
@@ -226,7 +237,9 @@ UNARY = {
     "log": np.log,
     "log1p": np.log1p,
     "log2": np.log2,
+    "mul_rn": np.multiply,
     "nearbyint": np.rint,
+    "pow": np.power,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "sin": np.sin,
     "sqrt": np.sqrt,
@@ -239,13 +252,13 @@ class Math:
     """CUDA's libdevice, by NumPy."""
 
     def __getattr__(self, name):
-        if name == "pow":
-            return lambda x, y: self.result(x, np.power(x.handle.data, y.handle.data))
-        return lambda x: self.result(x, UNARY[name](x.handle.data))
+        def call(*args):
+            dtype = args[0].dtype
+            data = np.asarray(FUNCTIONS[name](*(x.handle.data for x in args))).astype(args[0].handle.data.dtype)
+            form = tl.block_type(dtype, list(data.shape)) if args[0].type.is_block() else dtype
+            return tl.core.tensor(interpreter.TensorHandle(data, dtype), form)
 
-    def result(self, x, data):
-        handle = interpreter.TensorHandle(np.asarray(data).astype(x.handle.data.dtype), x.handle.dtype)
-        return tl.core.tensor(handle, x.type)
+        return call
 
 
 class CheckedMemory:
@@ -293,10 +306,11 @@ class Kernel:
                 "kernels are run by Triton's interpreter: set TRITON_INTERPRET=1 before the program starts"
             )
         heuristics = SimpleNamespace(inductor_meta=None)
-        kinds = ("pointwise", "reduction", "persistent_reduction")
+        kinds = ("pointwise", "reduction", "persistent_reduction", "foreach")
         recorded = SimpleNamespace(**{kind: self.recorder(heuristics) for kind in kinds})
         source = re.sub(r"^triton_helpers\.set_driver_to_gpu\(\)$", "", source, flags=re.M)
         source = re.sub(r"^@triton_heuristics\.", "@triton_heuristics_recorded.", source, flags=re.M)
+        self.fixed_blocks, source = with_large_blocks(source)
         file = f"<{name} {id(self)}>"  # under which triton finds the source
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         namespace = {"triton_heuristics_recorded": recorded, "__name__": name, "__file__": file}
@@ -328,7 +342,8 @@ class Kernel:
             blocks[name] = min(largest, 1024 if reduces else 2**18)
         while math.prod(blocks.values()) > 2**20:  # the most that Triton takes
             blocks[max(blocks, key=blocks.get)] //= 2
-        grid = triton_heuristics.GridExpr.from_meta(self.meta, blocks).eval_slow(given | blocks)
+        sizes = blocks | self.fixed_blocks
+        grid = triton_heuristics.GridExpr.from_meta(self.meta, sizes).eval_slow(given | sizes)
         with MEMORY.only([x for x in args if torch.is_tensor(x)]):
             self.function[grid](*args, **blocks)
 
@@ -337,6 +352,21 @@ class Kernel:
         if name in given:
             return [given[name]]
         return [numel for key, numel in self.meta["combo_grid_meta"].items() if key.startswith(f"{name}_")]
+
+
+def with_large_blocks(source):
+    """A kernel for a `_foreach_` operator, whose blocks have a fixed size, with larger blocks: their size, the source.
+
+    They have to divide each tensor for which there is no mask.
+    """
+    fixed = "XBLOCK: tl.constexpr = 1024"
+    if fixed not in source:
+        return {}, source
+    parts = re.findall(r"^ +xnumel = (\d+)\n.*?xmask = (tl\.full)?", source, re.M | re.S)
+    block = triton.next_power_of_2(max(int(numel) for numel, _ in parts))
+    divisor = math.gcd(*(int(numel) for numel, unmasked in parts if unmasked))
+    block = min(block, divisor & -divisor or block, 2**18)
+    return {"XBLOCK": block}, source.replace(fixed, f"XBLOCK: tl.constexpr = {block}")
 
 
 class Libraries:
@@ -600,7 +630,7 @@ def error_beyond_rounding(got, wanted, exact):
 
 def on_the_cpu(tensor, memo):
     """The memory of a tensor of the emulated device."""
-    memory = tensor.memory
+    memory = tensor.memory.detach().requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
         memory = torch.nn.Parameter(memory, requires_grad=tensor.requires_grad)
     memo[id(tensor)] = memory

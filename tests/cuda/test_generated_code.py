@@ -4,7 +4,8 @@ import os
 import re
 import subprocess
 import sys
-from unittest.mock import Mock, patch
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import conftest
 import pytest
@@ -12,7 +13,7 @@ import torch
 from conftest import TURBO, assert_same_state, leaves, saved
 from copies import ROOT
 from emulated_cuda import emulated_cuda
-from test_training_on_cuda import OTHERS, SIZES, batched
+from test_training_on_cuda import OTHERS, SIZES, batched, no_export
 
 from leanrl import ppo_lstm_torchcompile, sac_population_torchcompile
 
@@ -21,7 +22,7 @@ from generated_cuda import KERNEL, call_of, compiled_for_cuda
 
 SCRIPTS = TURBO | {"ppo_lstm": ppo_lstm_torchcompile}
 FUNCTIONS = {  # that are compiled
-    "sac": {"store_and_act", "update_critics", "update_actor"},
+    "sac": {"store_and_act", "update_critics", "update_actor", "update_targets"},
     "td3": {"store_and_act", "update_critics", "update_actor"},
     "dqn": {"store_and_update"},
     "ppo": {"update_minibatch"},
@@ -60,8 +61,8 @@ def train(name, settings, folder, late=True, compile=True, **session):
     args = script.Args(**kwargs, run_dir=str(folder))
     losses, runs = [], []
     often = patch.object(script, "LOG_INTERVAL", 3, create=True)
-    no_policy = patch("torch.export.export", Mock(side_effect=RuntimeError("to save time")))
-    with emulated_cuda(late), often, no_policy, batched(script), compiled_for_cuda(**session) as programs:
+    near = nullcontext() if compile else batched(script)
+    with no_export(), emulated_cuda(late), often, near, compiled_for_cuda(**session) as programs:
         log = lambda learner, values, step: losses.append(values)  # noqa: E731
         conftest.train(script, args, on_log=log, on_start=runs.append)
         return losses, saved(runs[0].learner), programs
@@ -103,8 +104,7 @@ def train_agents(folder, late=True, compile=True, **session):
     kwargs = SIZES["sac"] | SHORT["sac"] | {"compile": compile, "cudagraphs": compile, "run_dir": str(folder)}
     lists = {key for key, value in vars(script.Args()).items() if isinstance(value, tuple)}
     kwargs = {key: (value,) if key in lists else value for key, value in kwargs.items()}
-    no_policy = patch("torch.export.export", Mock(side_effect=RuntimeError("to save time")))
-    with emulated_cuda(late), no_policy, compiled_for_cuda(**session) as programs:
+    with no_export(), emulated_cuda(late), compiled_for_cuda(**session) as programs:
         script.train(script.Args(**kwargs | {"seeds": (1, 2, 3), "gamma": (0.99, 0.9, 0.8)}))
     paths = sorted(folder.glob("*/agent_*/checkpoint.pt"))
     return [leaves(torch.load(path, weights_only=True)["learner"]) for path in paths], programs
