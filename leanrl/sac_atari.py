@@ -251,7 +251,7 @@ def times_due(frequency, step, num_envs):
 class FrameReplay:
     """A replay buffer for observations that are stacks of the newest frames. It stores each frame once, in bytes.
 
-    The n-th step of environment i has the number n * num_envs + i, which, modulo `rows`, is its row in `columns`. A step
+    The n-th step of environment i has the number n * num_envs + i: modulo `rows` this is its row in `columns`. A step
     that reset its environment ignored the action: `transitions` are the numbers of the other steps.
 
     `sample` draws from the newest `size // num_envs` steps; columns are longer by a stack, so that none of their frames
