@@ -246,7 +246,6 @@ THOROUGH = (  # tests that are too long for the quick suite, by the beginning of
     "algorithms/test_td3.py::test_turbo_equals_plain",
     "algorithms/test_td3.py::test_values",
     "cuda/test_planted_bugs.py::test_a_planted_bug",
-    "cuda/test_planted_bugs.py::test_the_scripts",
     "cuda/test_training_on_cuda.py",
     "scripts/test_cli.py::test_words",
     "scripts/test_faults.py::test_a_run_goes_on",
@@ -271,7 +270,8 @@ def pytest_collection_modifyitems(items):
     """Mark the thorough tests. Long tests first: a worker that got one last would keep the other one waiting."""
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        if name.startswith(THOROUGH) and not name.startswith(QUICK_TOO):
+        by_hand = item.get_closest_marker("planted")
+        if name.startswith(THOROUGH) and not name.startswith(QUICK_TOO) and not by_hand:
             item.add_marker(pytest.mark.thorough)
     items.sort(key=lambda item: item.path.stem != "test_training_on_cuda")
 
