@@ -401,8 +401,8 @@ class Normalizer:
 def train(args):
     """Train an agent."""
     device, folder = prepare(args)
-    envs = make_envs(args, folder)
     check_sequences(args)
+    envs = make_envs(args, folder)
     require_actions(args, envs)
     learner = PPO(args, envs, device)
     with Run(args, folder, envs, learner) as run:
