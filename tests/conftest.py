@@ -393,7 +393,10 @@ def gradients(learner, name):
     parameters = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
     if isinstance(optimizer, torch.optim.Optimizer):
         return {key: optimizer.state[parameter]["exp_avg"] for key, parameter in parameters.items()}
-    moments = dict(zip(parameters, optimizer.m, strict=True))
+    m = optimizer.m
+    if torch.is_tensor(m):  # one vector for all
+        m = [part.view_as(w) for part, w in zip(m.split([w.numel() for w in optimizer.weights]), optimizer.weights)]
+    moments = dict(zip(parameters, m, strict=True))
     return unstacked(moments) if isinstance(network, dict) else moments
 
 
