@@ -375,7 +375,7 @@ class ClippedAdam:
     beta1, beta2, eps = 0.9, 0.999, 1e-5
 
     def __init__(self, weights, lr, max_grad_norm):
-        self.weights = list(weights)
+        self.weights = [w for w in weights if w.requires_grad]
         self.max_grad_norm = max_grad_norm
         device = self.weights[0].device
         self.m = torch.zeros(sum(w.numel() for w in self.weights), device=device)
@@ -463,7 +463,7 @@ def train(args):
 def check_minibatches(args):
     """Refuse sizes that do not fit together."""
     batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+    if batch_size % args.num_minibatches or (args.norm_adv and batch_size == args.num_minibatches):
         refuse(
             "num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch_size}, below it"
         )

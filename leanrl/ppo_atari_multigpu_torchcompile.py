@@ -404,7 +404,7 @@ class ClippedAdam:
     beta1, beta2, eps = 0.9, 0.999, 1e-5
 
     def __init__(self, weights, lr, max_grad_norm):
-        self.weights = list(weights)
+        self.weights = [w for w in weights if w.requires_grad]
         self.max_grad_norm = max_grad_norm
         device = self.weights[0].device
         self.m = torch.zeros(sum(w.numel() for w in self.weights), device=device)

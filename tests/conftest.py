@@ -393,10 +393,7 @@ def gradients(learner, name):
     parameters = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
     if isinstance(optimizer, torch.optim.Optimizer):
         return {key: optimizer.state[parameter]["exp_avg"] for key, parameter in parameters.items()}
-    moments = optimizer.m
-    if torch.is_tensor(moments):  # one vector for all
-        parts = moments.split([parameter.numel() for parameter in parameters.values()])
-        moments = [part.view_as(parameter) for part, parameter in zip(parts, parameters.values(), strict=True)]
+    moments = optimizer.parts(optimizer.m) if hasattr(optimizer, \"parts\") else optimizer.m
     moments = dict(zip(parameters, moments, strict=True))
     return unstacked(moments) if isinstance(network, dict) else moments
 
