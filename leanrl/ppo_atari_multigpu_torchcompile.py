@@ -174,7 +174,7 @@ class PPO:
         self.batch |= {name: torch.zeros(self.batch_size, device=device) for name in ("advantages", "returns")}
         self.rows = torch.zeros(self.batch_size // args.num_minibatches, dtype=torch.int64, device=device)
         self.moments = torch.zeros(3, dtype=torch.float64, device=device)  # count, sum, sum of squares of advantages
-        self.num_weights = sum(weights.numel() for weights in self.agent.parameters())
+        self.num_weights = len(self.optimizers["agent"].m)
         self.sums = torch.zeros(self.num_weights + len(LOSSES), device=device)  # of gradients and losses, over ranks
 
         self.decide = self.fast(self.decide)
@@ -419,9 +419,9 @@ class ClippedAdam:
 
     @torch.no_grad()
     def step(self, gradient):
-        """Clip `gradient` and move the weights one step against it, both in place; returns its norm before that."""
+        """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
         norm = gradient.norm()
-        gradient.mul_((self.max_grad_norm / (norm + 1e-6)).clamp(max=1))
+        gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
         self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
         self.m.lerp_(gradient, 1 - self.beta1)
         self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
