@@ -473,9 +473,9 @@ class ClippedAdam:
 
     @torch.no_grad()
     def step(self, gradient):
-        """Clip `gradient` and move the weights one step against it, both in place; returns its norm before that."""
+        """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
         norm = gradient.norm()
-        gradient.mul_((self.max_grad_norm / (norm + 1e-6)).clamp(max=1))
+        gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
         self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
         self.m.lerp_(gradient, 1 - self.beta1)
         self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)

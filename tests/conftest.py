@@ -393,7 +393,7 @@ def gradients(learner, name):
     parameters = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
     if isinstance(optimizer, torch.optim.Optimizer):
         return {key: optimizer.state[parameter]["exp_avg"] for key, parameter in parameters.items()}
-    moments = optimizer.parts(optimizer.m) if hasattr(optimizer, \"parts\") else optimizer.m
+    moments = optimizer.parts(optimizer.m) if hasattr(optimizer, "parts") else optimizer.m
     moments = dict(zip(parameters, moments, strict=True))
     return unstacked(moments) if isinstance(network, dict) else moments
 
