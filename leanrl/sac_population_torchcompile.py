@@ -551,7 +551,8 @@ def agents_of(args):
     agents = []
     for i in range(count):
         own = vars(args) | {name: values[i % len(values)] for name, values in lists.items()}
-        own["seed"] = own.pop("seeds")
+        del own["seeds"]
+        own["seed"] = args.seeds[i % len(args.seeds)]
         own["resume"] = args.resume and str(Path(args.resume) / agent_name(i))
         own["track"] = False  # all agents are one run there
         agents.append(SimpleNamespace(**own))

@@ -69,8 +69,7 @@ def test_the_algorithm_comes_first(script):
     source = script.read_text()
     population = "Population" if "population" in script.stem else ""
     learner = script.stem.split("_")[0].upper() + population
-    run = f"class {population or 'Run'}:"
-    marks = ["class Args:", f"class {learner}:", "def train(", "def make_", "# The run: ", run]
+    marks = ["class Args:", f"class {learner}:", "def train(", "def make_", "# The run: ", "class Run:"]
     places = [source.index(f"\n{mark}") for mark in marks]
     assert places == sorted(places)
     assert re.search(r"# (critic|clipped policy|TD) loss", source[: places[2]]), "the loss has no landmark"
