@@ -153,16 +153,16 @@ class PPO:
         self.mean_actions = numpy_function(self.host_agent.actor)
         self.noise = np.zeros((args.num_steps, envs.num_envs, act_dim), np.float32)
 
-        # the rollout, in host memory and on the device
+        # the rollout, in host memory and on the device; widths are those of its six columns
         on_cuda = device.type == "cuda"
         self.rollout_widths = [obs_dim, obs_dim, act_dim, 1, 1, 1]
         self.host_rollout = torch.zeros(args.num_steps, envs.num_envs, sum(self.rollout_widths), pin_memory=on_cuda)
         self.rollout = self.host_rollout.to(device)  # on a CPU the same memory
-        columns = [column.numpy() for column in self.host_rollout.split(self.rollout_widths, -1)]
+        columns = [column.numpy() for column in self.host_rollout.split(self.rollout_widths, -1)]  # the same memory
         self.obs, self.next_obs, self.actions, *scalars = columns
         self.rewards, self.terminated, self.ended = (scalar[..., 0] for scalar in scalars)
 
-        # its transitions, and the minibatch of an update: observations, actions, and four columns of numbers
+        # its transitions, and a minibatch of them: obs, actions, log_prob, values, advantages, returns
         self.batch_widths = [obs_dim, act_dim, 1, 1, 1, 1]
         batch_size = args.num_steps * envs.num_envs
         self.batch = torch.zeros(batch_size, sum(self.batch_widths), device=device)
@@ -170,6 +170,7 @@ class PPO:
         # with --target-kl the host looks at the divergence after each epoch
         self.epochs_at_once = args.update_epochs if args.target_kl is None else 1
         self.orders = torch.zeros(self.epochs_at_once, batch_size, dtype=torch.int64, device=device)
+
         self.update_minibatch = self.compiled(self.update_minibatch)
         self.make_batch = self.captured(self.make_batch)
         self.learn = self.captured(self.learn)
@@ -210,7 +211,7 @@ class PPO:
             errors = torch.max(errors, (clipped_values - returns).square())
         value_loss = 0.5 * errors.mean()
 
-        entropy = (log_std + 0.5 * (1 + math.log(2 * math.pi))).sum()
+        entropy = (log_std + 0.5 * (1 + math.log(2 * math.pi))).expand_as(actions).sum(-1).mean()
         return policy_loss, value_loss, entropy, log_ratio
 
     def update_minibatch(self):
