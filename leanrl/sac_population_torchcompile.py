@@ -169,8 +169,9 @@ class SACPopulation:
             with device:
                 actors.append(Actor(obs_dim, self.action_space))
                 critics += [Critic(obs_dim, act_dim) for _ in range(NUM_CRITICS)]
-            state = torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()
-            self.generators.append(torch.Generator(device).set_state(state))  # continues as torch's own would
+            generator = torch.Generator(device)  # continues as torch's own would
+            generator.set_state(torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state())
+            self.generators.append(generator)
         self.critic = critics[0]  # for its `forward`
         stacked, _ = stack_module_state(critics)
         self.critics = {  # parameters by name, (agents, NUM_CRITICS, ...)
@@ -550,7 +551,8 @@ def agents_of(args):
     agents = []
     for i in range(count):
         own = vars(args) | {name: values[i % len(values)] for name, values in lists.items()}
-        own["seed"] = own.pop("seeds")
+        del own["seeds"]
+        own["seed"] = args.seeds[i % len(args.seeds)]
         own["resume"] = args.resume and str(Path(args.resume) / agent_name(i))
         own["track"] = False  # all agents are one run there
         agents.append(SimpleNamespace(**own))
