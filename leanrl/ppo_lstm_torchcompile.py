@@ -204,20 +204,20 @@ class PPO:
         # the rollout, in host memory and on the device
         on_cuda = device.type == "cuda"
         steps = (args.num_steps, envs.num_envs)
-        self.rollout_widths = [obs_dim, 1, obs_dim, act_dim, 1, 1, 1]
+        self.rollout_widths = [obs_dim, 1, self.agent.outputs, obs_dim, act_dim, 3]
         self.host_rollout = torch.zeros(*steps, sum(self.rollout_widths), pin_memory=on_cuda)
         self.rollout = self.host_rollout.to(device)  # on a CPU the same memory
         columns = [column.numpy() for column in self.host_rollout.split(self.rollout_widths, -1)]
-        self.obs, self.starts, self.next_obs, self.actions, self.rewards, self.terminated, self.ended = columns
+        self.obs, self.starts, self.noise, self.next_obs, self.actions, numbers = columns
+        self.rewards, self.terminated, self.ended = np.moveaxis(numbers, -1, 0)
         self.states = torch.zeros(1 + args.num_steps, envs.num_envs, state_dim, device=device)  # before and after steps
 
         # acting, on the device: a row of the rollout comes in, actions go out
         self.start = np.ones((envs.num_envs, 1), bool)  # where the next step begins an episode
         self.row = self.rollout[0].clone()
         self.state = torch.zeros(envs.num_envs, state_dim, device=device)  # after the newest step
-        self.noise = torch.zeros(envs.num_envs, self.agent.outputs, device=device)
-        self.chosen = torch.zeros(envs.num_envs, act_dim, device=device)
         self.host_chosen = torch.zeros(envs.num_envs, act_dim, pin_memory=on_cuda)
+        self.chosen = self.host_chosen.to(device)
         self.actions_arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
 
         # learning: observations, actions, and columns of one number
@@ -229,16 +229,15 @@ class PPO:
         self.before = torch.zeros(args.num_steps, envs.num_envs // args.num_minibatches, HIDDEN, device=device)
         for name in ("decide", "from_obs", "unroll_chunk", "loss"):
             setattr(self, name, self.compiled(getattr(self, name)))
-        optimizer = self.optimizers["agent"]
-        optimizer.descend = self.compiled(optimizer.descend)
+        self.descend = self.compiled(self.optimizers["agent"].step)
         for name in ("decide", "make_batch", "learn"):
             setattr(self, name, self.captured(getattr(self, name)))
 
     @torch.no_grad()
     def make_batch(self):
         """Fill `batch`, whose rows are the rollout's transitions, with their advantages and returns."""
-        obs, starts, next_obs, actions, *numbers = self.rollout.split(self.rollout_widths, -1)
-        rewards, terminated, ended = torch.cat(numbers, -1).unbind(-1)
+        obs, starts, _, next_obs, actions, numbers = self.rollout.split(self.rollout_widths, -1)
+        rewards, terminated, ended = numbers.unbind(-1)
         states = self.states[1:]
         log_prob, _, values = self.agent.evaluate(states, actions)
         next_states = self.agent.remember(next_obs.flatten(0, 1), states.flatten(0, 1))
@@ -320,7 +319,8 @@ class PPO:
         starts, *columns = numbers.unbind(-1)
         states = self.unroll(obs, starts, self.states[0].index_select(0, envs))
         loss, losses = self.loss(states, actions, *columns)
-        return losses | {"grad_norm": self.optimizers["agent"].step(loss)}
+        gradient = self.optimizers["agent"].gradient(loss)
+        return losses | {"grad_norm": self.descend(gradient)}
 
     def learn(self):
         """Pass over the batch once for each of `orders`, in minibatches; store the last pass's mean losses."""
@@ -346,24 +346,22 @@ class PPO:
     @torch.no_grad()
     def decide(self):
         """The next `state`, and actions that are `chosen` for the observations in `row`."""
-        obs, starts, *_ = self.row.split(self.rollout_widths, -1)
+        obs, starts, noise, *_ = self.row.split(self.rollout_widths, -1)
         state = self.agent.remember(obs, (1 - starts) * self.state)
         self.state.copy_(state)
-        self.chosen.copy_(self.agent.sample(state, self.noise))
+        self.chosen.copy_(self.agent.sample(state, noise))
 
     def start_rollout(self):
-        """Keep the state that the rollout begins with."""
+        """Keep the state that the rollout begins with, and draw the noise of all actions at once."""
         self.states[0].copy_(self.state)
+        noise = torch.empty(self.noise.shape)
+        self.noise[:] = noise.exponential_() if self.agent.discrete else noise.normal_()
 
     def act(self, t, obs):
         """Sampled actions for step `t` of the rollout; both are NumPy, (num_envs, ...), `obs` normalized."""
         self.obs[t] = obs
         self.starts[t] = self.start
         self.row.copy_(self.host_rollout[t], non_blocking=True)
-        if self.agent.discrete:
-            self.noise.exponential_()
-        else:
-            self.noise.normal_()
         self.decide()
         self.states[t + 1].copy_(self.state)
         self.host_chosen.copy_(self.chosen, non_blocking=True)
@@ -381,9 +379,9 @@ class PPO:
         """
         obs, rewards = self.normalizer.normalize(act_on, rewards, ended)
         self.next_obs[t] = obs if act_on is next_obs else self.normalizer.scale_obs(next_obs)
-        self.rewards[t, :, 0] = rewards
-        self.terminated[t, :, 0] = terminated if self.args.bootstrap_truncation else ended
-        self.ended[t, :, 0] = self.start[:, 0] = ended
+        self.rewards[t] = rewards
+        self.terminated[t] = terminated if self.args.bootstrap_truncation else ended
+        self.ended[t] = self.start[:, 0] = ended
         return obs
 
     def compiled(self, function):
@@ -496,16 +494,23 @@ def gae(deltas, decay):
 
 
 class DirectEnvs(gym.vector.VectorWrapper):
-    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do.
-
-    No autoreset, and no infos.
-    """
+    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do."""
 
     def step(self, actions):
-        steps = [env.step(action) for env, action in zip(self.env.envs, actions, strict=True)]
-        obs, rewards, terminated, truncated, _ = zip(*steps, strict=True)
-        self.env._env_obs = list(obs)  # where `reset` finds those of the environments that it does not reset
-        return np.array(obs), np.array(rewards), np.array(terminated), np.array(truncated), {}
+        """As in gymnasium, without infos; where an episode has ended, call `restart`."""
+        self.obs = [None] * len(actions)
+        rewards = np.empty(len(actions))
+        terminated = np.empty(len(actions), bool)
+        truncated = np.empty(len(actions), bool)
+        for i, env in enumerate(self.env.envs):
+            self.obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+        return np.array(self.obs), rewards, terminated, truncated, {}
+
+    def restart(self, ended):
+        """Reset the environments where `ended`, (num_envs,); returns the observations of all."""
+        for i in ended.nonzero()[0]:
+            self.obs[i], _ = self.env.envs[i].reset()
+        return np.array(self.obs)
 
 
 class Normalizer:
@@ -523,7 +528,7 @@ class Normalizer:
         self.squares = np.zeros(obs_dim + 1)  # sum of squared differences from the mean
         self.std = np.ones(obs_dim + 1)
         self.obs, self.returns = self.rows[:, :-1], self.rows[:, -1]
-        self.obs_mean, self.obs_std, self.return_std = self.mean[:-1], self.std[:-1], self.std[-1:]
+        self.obs_mean, self.obs_std = self.mean[:-1], self.std[:-1]
 
     def normalize(self, obs, rewards=0.0, ended=False):
         """Observations, (num_envs, obs_dim), and rewards, (num_envs,), scaled by statistics that include them."""
@@ -532,10 +537,13 @@ class Normalizer:
         errors = self.rows - self.mean
         self.count += len(errors)
         self.mean += np.add.reduce(errors) / self.count
-        self.squares += np.add.reduce(errors * (self.rows - self.mean))
+        centered = self.rows - self.mean
+        self.squares += np.add.reduce(errors * centered)
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
         self.returns[ended] = 0
-        return self.scale_obs(obs), (rewards / self.return_std).clip(-10, 10)
+        centered[:, -1] = rewards  # scaled as returns are, but not centered
+        scaled = (centered / self.std).clip(-10, 10).astype(np.float32)
+        return scaled[:, :-1], scaled[:, -1]
 
     def scale_obs(self, obs):
         """Observations, (n, obs_dim), scaled by the statistics as they are."""
@@ -547,45 +555,48 @@ class Normalizer:
 
 
 class ClippedAdam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) with clipped gradients, which can be part of a compiled function.
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) on clipped gradients, which can be part of a compiled function.
 
-    torch.optim's cannot. To change the learning rate at any time, fill the tensor `lr`.
+    torch.optim's cannot. The gradients of all weights are one vector here, which has one norm and one Adam. To change
+    the learning rate at any time, fill the tensor `lr`.
     """
 
     beta1, beta2, eps = 0.9, 0.999, 1e-5
 
     def __init__(self, weights, lr, max_grad_norm):
-        self.weights = list(weights)
+        self.weights = [w for w in weights if w.requires_grad]
         self.max_grad_norm = max_grad_norm
-        self.m = [torch.zeros_like(w) for w in self.weights]
-        self.v = [torch.zeros_like(w) for w in self.weights]
         device = self.weights[0].device
+        self.m = torch.zeros(sum(w.numel() for w in self.weights), device=device)
+        self.v = torch.zeros_like(self.m)
         self.lr = torch.tensor(lr, dtype=torch.float64, device=device)
         self.betas = torch.tensor((self.beta1, self.beta2), dtype=torch.float64, device=device)
         self.ones = torch.zeros_like(self.betas)  # the same averages as m and v, of ones: they correct the bias
 
-    def step(self, loss):
-        """Move the weights one step against the gradient of `loss`, in place; returns its norm before clipping."""
-        return self.descend(torch.autograd.grad(loss, self.weights))
+    def gradient(self, loss):
+        """The gradient of `loss`, one vector."""
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.weights)])
 
     @torch.no_grad()
-    def descend(self, gradients):
-        """Move the weights one step against `gradients`, in place; returns their norm before clipping."""
-        norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
-        gradients = torch._foreach_mul(gradients, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1))
+    def step(self, gradient):
+        """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
+        norm = gradient.norm()
+        gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
         self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
-        torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
-        torch._foreach_mul_(self.v, self.beta2)
-        torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
+        self.m.lerp_(gradient, 1 - self.beta1)
+        self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
 
         # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
         ones1, ones2 = self.ones.unbind()
         root = ones2.sqrt()
-        denominator = torch._foreach_sqrt(self.v)
-        torch._foreach_add_(denominator, (self.eps * root).float())
-        torch._foreach_mul_(denominator, (ones1 / (self.lr * root)).float())
-        torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
+        denominator = self.v.sqrt().add_(self.eps * root).mul_(ones1 / (self.lr * root))
+        torch._foreach_addcdiv_(self.weights, self.parts(self.m), self.parts(denominator), -1)
         return norm
+
+    def parts(self, vector):
+        """Views of `vector` in the shapes of the weights."""
+        parts = vector.split([w.numel() for w in self.weights])
+        return [part.view_as(w) for part, w in zip(parts, self.weights, strict=True)]
 
     def tensors(self):
         """What a resumed run needs."""
@@ -616,8 +627,8 @@ def train(args):
     if args.cudagraphs and device.type == "cpu":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
         args.cudagraphs = False
-    envs = DirectEnvs(make_envs(args, folder))
     check_sequences(args)
+    envs = DirectEnvs(make_envs(args, folder))
     require_actions(args, envs)
     learner = PPO(args, envs, device)
     with Run(args, folder, envs, learner) as run:
@@ -634,7 +645,7 @@ def train(args):
                 ended = terminated | truncated
                 act_on = next_obs
                 if ended.any():
-                    act_on, _ = envs.reset(options={"reset_mask": ended})
+                    act_on = envs.restart(ended)
                 obs = learner.record(t, next_obs, rewards, terminated, ended, act_on)
                 run.advance(rewards, ended)
             learner.update(learning_rate)

@@ -169,8 +169,9 @@ class SACPopulation:
             with device:
                 actors.append(Actor(obs_dim, self.action_space))
                 critics += [Critic(obs_dim, act_dim) for _ in range(NUM_CRITICS)]
-            state = torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()
-            self.generators.append(torch.Generator(device).set_state(state))  # continues as torch's own would
+            generator = torch.Generator(device)  # continues as torch's own would
+            generator.set_state(torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state())
+            self.generators.append(generator)
         self.critic = critics[0]  # for its `forward`
         stacked, _ = stack_module_state(critics)
         self.critics = {  # parameters by name, (agents, NUM_CRITICS, ...)
@@ -550,7 +551,8 @@ def agents_of(args):
     agents = []
     for i in range(count):
         own = vars(args) | {name: values[i % len(values)] for name, values in lists.items()}
-        own["seed"] = own.pop("seeds")
+        del own["seeds"]
+        own["seed"] = args.seeds[i % len(args.seeds)]
         own["resume"] = args.resume and str(Path(args.resume) / agent_name(i))
         own["track"] = False  # all agents are one run there
         agents.append(SimpleNamespace(**own))
@@ -833,24 +835,23 @@ class Population(Run):
         self.runs = {}  # of the other agents
         for i, (agent, own_envs) in enumerate(zip(learner.agents, envs, strict=True)):
             if agent_name(i) not in self.ended:
-                own = SimpleNamespace(device=learner.device)  # the agent's learner
+                own_learner = SimpleNamespace(device=learner.device)
                 for name in ("policy", "state_dict", "load_state_dict"):
-                    setattr(own, name, partial(getattr(learner, name), i))
-                self.runs[i] = Run(agent, folder / agent_name(i), own_envs, own)
+                    setattr(own_learner, name, partial(getattr(learner, name), i))
+                self.runs[i] = Run(agent, folder / agent_name(i), own_envs, own_learner)
                 self.runs[i].bar.set_description(agent_name(i))
                 self.runs[i].handlers = {}  # signals are the population's
         self.saved_step = self.step
 
     def restore(self, checkpoint):
         """Find each agent's checkpoint of the step at which the population was saved."""
-        try:
-            before = [agent.seed for agent in agents_of(SimpleNamespace(**checkpoint["args"]))]
-            self.step, self.ended = checkpoint["global_step"], checkpoint["ended"]
-        except Exception as error:
-            refuse("resume", self.args.resume, f"give the folder of a population ({error!r})")
-        now = [agent.seed for agent in self.learner.agents]
+        if "ended" not in checkpoint:
+            refuse("resume", self.args.resume, "give the folder of a population")
+        self.step, self.ended = checkpoint["global_step"], checkpoint["ended"]
+        saved = agents_of(SimpleNamespace(**checkpoint["args"]))
+        now, before = (" ".join(str(agent.seed) for agent in agents) for agents in (self.learner.agents, saved))
         if now != before:
-            refuse("seeds", " ".join(map(str, now)), f"the checkpoint has {' '.join(map(str, before))}")
+            refuse("seeds", now, f"the checkpoint has {before}")
         for i, agent in enumerate(self.learner.agents):
             if agent_name(i) not in self.ended:
                 paths = [path for path in checkpoints_in(agent.resume) if path.exists()]

@@ -245,8 +245,8 @@ BUGS = {
         "columns = (obs, next_obs, actions, rewards[..., None], terminated[..., None], act_on[::-1])",
     ),
     "one generator for all": (
-        "self.generators.append(torch.Generator(device).set_state(state))",
-        "self.generators.append(self.generators[0] if self.generators else torch.Generator().set_state(state))",
+        "self.generators.append(generator)",
+        "self.generators.append(self.generators[0] if self.generators else generator)",
     ),
     "the first agent's learning rate for all": (
         "self.lr = torch.tensor(lr,",
@@ -276,7 +276,10 @@ def test_planted_bugs_are_noticed(bug, tmp_path, single_checkpoint):
     ("right", "wrong"),
     [
         ("step(qf_loss.sum())", "step(qf_loss.sum() + 0 * qf_loss.prod())"),
-        ("np.nan_to_num(self.host_actions.numpy())", "0 * self.host_actions.numpy() + self.host_actions.mean().item()"),
+        (
+            "np.nan_to_num(self.host_actions.numpy())",
+            "np.full_like(self.host_actions.numpy(), self.host_actions.mean())",
+        ),
     ],
     ids=["loss", "actions"],
 )

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import conftest
@@ -18,11 +19,11 @@ from conftest import (
     make_learner,
     saved,
     scalars,
-    split_columns,
     stem,
 )
-from test_ppo import fix_order, textbook_advantages
+from test_ppo import textbook_advantages
 from test_training_on_cuda import RUNS, check_against_cpu, check_training
+from torch.distributions import Categorical, Normal
 
 from leanrl import ppo_lstm as PLAIN
 from leanrl import ppo_lstm_torchcompile as TURBO
@@ -75,60 +76,68 @@ def script(request):
 
 def decided(learner):
     """Views of what a plain or turbo learner has stored of a rollout, by name, (num_steps, num_envs, ...)."""
-    if hasattr(learner, "rollout"):
+    if isinstance(learner.rollout, dict):
         return learner.rollout
-    blocks = (
-        (learner.inputs, learner.input_shapes),
-        (learner.decisions, learner.decision_shapes),
-        (learner.outcomes, learner.outcome_shapes),
-    )
-    columns = {"states": learner.states}
-    for rows, shapes in blocks:
-        columns |= split_columns(rows, shapes)
-    return columns
+    obs, starts, _, next_obs, actions, numbers = learner.rollout.split(learner.rollout_widths, -1)
+    columns = {"obs": obs, "starts": starts.squeeze(-1), "next_obs": next_obs, "actions": actions}
+    columns |= zip(("rewards", "terminated", "ended"), numbers.unbind(-1), strict=True)
+    return columns | {"states": learner.states[1:]}
+
+
+def batch_of(learner):
+    """The rollout's transitions with their values, advantages and returns, by name."""
+    batch = learner.make_batch()
+    if batch is None:
+        obs, actions, numbers = learner.batch.split(learner.batch_widths, -1)
+        names = ("starts", "log_prob", "values", "advantages", "returns")
+        batch = {"obs": obs, "actions": actions} | dict(zip(names, numbers.unbind(-1), strict=True))
+    return batch
+
+
+def first_state(learner):
+    """The states that the rollout begins with."""
+    return learner.first_state if hasattr(learner, "first_state") else learner.states[0]
 
 
 def roll_out(learners, seed=0, ends=0.15):
     """Give all learners the same rollout: random steps, with episode ends, and the actions of the first one."""
     generator, first = np.random.default_rng(seed), learners[0]
-    n, obs_dim = first.args.num_envs, len(first.normalizer.mean) - 1
+    n, obs_dim = first.args.num_envs, first.obs_dim
     obs = [generator.standard_normal((n, obs_dim)).astype(np.float32)] * len(learners)
+    for learner in learners:
+        learner.start_rollout()
     for t in range(first.args.num_steps):
-        next_obs, last_obs, rewards = (generator.standard_normal((n, *width)) for width in ((obs_dim,), (obs_dim,), ()))
+        next_obs, act_on, rewards = (generator.standard_normal((n, *width)) for width in ((obs_dim,), (obs_dim,), ()))
         terminated, truncated = generator.random((2, n)) < ends
-        last_obs = np.where((terminated | truncated)[:, None], last_obs, next_obs)
+        ended = terminated | truncated
+        act_on = np.where(ended[:, None], act_on, next_obs) if ended.any() else next_obs
         for i, learner in enumerate(learners):
             learner.act(t, obs[i])
-            for name in ("actions", "log_prob"):
-                decided(learner)[name][t] = decided(first)[name][t]
-            obs[i] = learner.record(t, next_obs, last_obs, rewards, terminated, terminated | truncated)
+            decided(learner)["actions"][t] = decided(first)["actions"][t]
+            obs[i] = learner.record(t, next_obs, rewards, terminated, ended, act_on)
 
 
 def remembering(script, **kwargs):
     """A learner whose policy depends on its state."""
     learner = make_learner(script, **kwargs)
-    network = getattr(learner.agent, "network", learner.agent)
     with torch.no_grad():
-        network.actor.weight.mul_(100)
+        learner.agent.actor.weight.mul_(100)
     return learner
 
 
-def network_of(learner):
-    return getattr(learner.agent, "network", learner.agent)
-
-
+@torch.no_grad()
 def replayed(learner):
     """Values and states of a rollout, computed for each episode alone, from a state of 0 or that at the start."""
     steps = {name: column.clone() for name, column in decided(learner).items()}
-    values, states = torch.zeros_like(steps["values"]), torch.zeros_like(steps["states"])
+    values, states = torch.zeros_like(steps["rewards"]), torch.zeros_like(steps["states"])
     for env in range(learner.args.num_envs):
-        state = learner.first_state[env : env + 1]
+        state = first_state(learner)[env : env + 1]
         begins = steps["starts"][0, env]
         for t in range(learner.args.num_steps):
             if begins:
                 state = torch.zeros_like(state)
-            _, _, values[t, env], state = network_of(learner)(steps["obs"][t, env : env + 1], state)
-            states[t, env] = state
+            state = learner.agent.remember(steps["obs"][t, env : env + 1], state)
+            values[t, env], states[t, env] = learner.agent.value(state), state
             begins = steps["ended"][t, env]
     return values, states
 
@@ -138,21 +147,41 @@ def replayed(learner):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def fix_order(monkeypatch):
+    """Give turbo's epochs the orders of plain's, which has to be updated first."""
+    orders = []
+    rand, randperm = torch.rand, torch.randperm
+
+    def permute(n, **kwargs):
+        order = randperm(n, **kwargs)
+        if type(order) is torch.Tensor:  # and not the compiler's own, a FakeTensor
+            orders.append(order)
+        return order
+
+    def draw(*args, **kwargs):
+        if not orders:
+            return rand(*args, **kwargs)
+        drawn = torch.stack(orders).argsort(-1).float()  # whose argsort are the orders
+        orders.clear()
+        return drawn
+
+    monkeypatch.setattr(torch, "randperm", permute)
+    monkeypatch.setattr(torch, "rand", draw)
+
+
 def check_equal(plain_script, turbo_script, monkeypatch, mode="eager", **kwargs):
-    """From the same weights and rollouts, all agrees after one iteration and after ten."""
+    """From the same weights and rollouts, all agrees after one iteration and after fifty minibatches."""
     plain = make_learner(plain_script, **kwargs)
     turbo = make_learner(turbo_script, **kwargs, **MODES[mode])
     copy_networks(plain, turbo)
     fix_order(monkeypatch)
-    for iteration in range(10):
+    for iteration in range(13):
         roll_out([plain, turbo], seed=iteration)
-        torch.testing.assert_close(turbo.states, plain.rollout["states"], rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(decided(turbo)["values"], plain.rollout["values"], rtol=1e-3, atol=1e-4)
-        decided(turbo)["values"].copy_(plain.rollout["values"])
+        torch.testing.assert_close(decided(turbo)["states"], plain.rollout["states"], rtol=1e-4, atol=1e-5)
         for learner in (plain, turbo):
-            learner.update(1e-3 * (1 - iteration / 10))
-        if iteration in (0, 9):
-            assert_learners_agree(plain, turbo, tolerance=1e-5 if iteration == 0 else 1e-4)
+            learner.update(1e-3 * (1 - iteration / 13))
+        if iteration in (0, 12):
+            assert_learners_agree(plain, turbo, tolerance=1e-5, gradient_tolerance=1e-4)
 
 
 OTHER_LOSSES = {"clip_vloss": False, "norm_adv": False, "ent_coef": 0.0, "bootstrap_truncation": False}
@@ -171,46 +200,47 @@ def test_turbo_equals_plain_with_other_losses(env_id, monkeypatch):
 
 
 @each_cell
-def test_the_gradient_by_parts_is_autograds(cell, monkeypatch):
-    """Backpropagation through time as it is written equals that by torch.autograd, resets included."""
-    learner = remembering(TURBO, cell=cell)
+def test_the_recurrent_weights_have_autograds_gradient(cell):
+    """`RecurrentBias` gives the gradients that autograd computes step by step, resets included."""
+    learner = remembering(TURBO, cell=cell, num_minibatches=1)
     roll_out([learner])
-    learner.make_batch()
-    rows = split_columns(learner.batch, learner.batch_shapes)
-    keep = 1 - rows["starts"].unsqueeze(-1)
-    weights = learner.agent.weights.detach().requires_grad_()
-    from_obs = learner.from_obs(rows["obs"], weights)
-    state = learner.first_state
-    states = []
-    for t in range(learner.args.num_steps):
-        state = learner.gates(from_obs[t], learner.from_state(state, keep[t], weights), keep[t] * state)
-        states.append(state)
-    policy_loss, value_loss, entropy, _ = learner.loss(rows, torch.stack(states), weights)
-    loss = policy_loss - learner.args.ent_coef * entropy + learner.args.vf_coef * value_loss
-    (wanted,) = torch.autograd.grad(loss, weights)
-    got = []
-    monkeypatch.setattr(TURBO.Adam, "step", lambda self, weights, gradient: got.append(gradient))
-    learner.args.max_grad_norm = 1e9  # not clipped
-    learner.update_minibatch(learner.batch, learner.first_state)
-    assert (got[0] - wanted).norm() < 1e-5 * wanted.norm()
+    batch = batch_of(learner)
+    columns = [batch[name] for name in ("actions", "log_prob", "values", "advantages", "returns")]
+    gradients = []
+    for unroll in (learner.unroll, partial(PLAIN.PPO.unroll, learner)):
+        states = unroll(batch["obs"], batch["starts"], first_state(learner).clone())
+        loss, _ = learner.loss(states, *columns)
+        gradients.append(torch.autograd.grad(loss, list(learner.agent.parameters())))
+    for (name, _), got, wanted in zip(learner.agent.named_parameters(), *gradients, strict=True):
+        assert wanted.norm() > 0, name
+        assert (got - wanted).norm() < 1e-5 * wanted.norm(), name
 
 
 @each_env
 @each_cell
-def test_sampled_actions_follow_the_policy(cell, env_id):
-    """Turbo's own noise: the shares of actions, or their mean and deviation, are those of the plain distribution."""
-    learner = remembering(TURBO, cell=cell, env_id=env_id, num_envs=2000, num_steps=1)
-    obs = np.tile(np.random.default_rng(0).standard_normal((1, len(learner.normalizer.mean) - 1)), (2000, 1))
+def test_sampled_actions_follow_the_policy(script, cell, env_id):
+    """The shares of actions, or their mean and deviation, are those of torch's distribution."""
+    learner = remembering(script, cell=cell, env_id=env_id, num_envs=2000, num_steps=1)
+    obs = np.tile(np.random.default_rng(0).standard_normal((1, learner.obs_dim)), (2000, 1)).astype(np.float32)
     draws = set()
     for _ in range(3):
-        learner.starts[:] = True
-        learner.act(0, obs.astype(np.float32))
-        outputs, log_std, _, _ = learner.agent(decided(learner)["obs"][0], torch.zeros_like(learner.state))
-        policy = TURBO.distribution(outputs, log_std)
+        learner.start_rollout()
+        learner.start[:] = True
+        learner.act(0, obs)
         actions = decided(learner)["actions"][0]
-        torch.testing.assert_close(decided(learner)["log_prob"][0], policy.log_prob(actions), rtol=1e-4, atol=1e-5)
-        wanted = policy.probs[0, 1] if log_std is None else policy.mean[0]
+        with torch.no_grad():
+            state = learner.agent.remember(torch.from_numpy(obs), torch.zeros_like(learner.state))
+            outputs = learner.agent.actor(state[:, : script.HIDDEN])
+        if env_id == DISCRETE:
+            policy = Categorical(logits=outputs)
+            wanted, deviation, log_prob = policy.probs[:1, 1], None, policy.log_prob(actions[:, 0])
+        else:
+            policy = Normal(outputs, 1.0)
+            wanted, deviation, log_prob = outputs[0], torch.ones(3), policy.log_prob(actions).sum(-1)
         torch.testing.assert_close(actions.mean(0), wanted, rtol=0, atol=0.1)
+        if deviation is not None:
+            torch.testing.assert_close(actions.std(0), deviation, rtol=0, atol=0.1)
+        torch.testing.assert_close(batch_of(learner)["log_prob"][0], log_prob, rtol=1e-4, atol=1e-5)
         draws.add(actions.double().sum().item())
     assert len(draws) == 3
 
@@ -225,12 +255,10 @@ def check_resets(script, **kwargs):
     learner = remembering(script, **kwargs)
     for iteration in range(2):  # the second one begins in the middle of episodes
         roll_out([learner], seed=iteration)
-        if hasattr(learner, "host_outcomes"):
-            learner.outcomes.copy_(learner.host_outcomes)
         assert 3 < decided(learner)["ended"].sum() < decided(learner)["ended"].numel() - 3
         values, states = replayed(learner)
         torch.testing.assert_close(decided(learner)["states"], states, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(decided(learner)["values"], values, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(batch_of(learner)["values"], values, rtol=1e-4, atol=1e-5)
 
 
 @each_cell
@@ -259,12 +287,13 @@ def check_environments_are_apart(script, **kwargs):
     results = []
     for other in (0.0, 1.0):
         learner = remembering(script, **kwargs)
+        learner.start_rollout()
         for t in range(learner.args.num_steps):
-            obs = np.full((learner.args.num_envs, len(learner.normalizer.mean) - 1), np.sin(t), np.float32)
+            obs = np.full((learner.args.num_envs, learner.obs_dim), np.sin(t), np.float32)
             obs[1:] += other
             learner.act(t, obs)
             nothing = np.zeros(learner.args.num_envs, bool)
-            learner.record(t, obs, obs, nothing.astype(np.float64), nothing, nothing)
+            learner.record(t, obs, nothing.astype(np.float64), nothing, nothing, obs)
         results.append(decided(learner)["states"].clone())
     torch.testing.assert_close(results[0][:, 0], results[1][:, 0])
     assert not torch.allclose(results[0][:, 1], results[1][:, 1])
@@ -279,14 +308,13 @@ def check_bootstrap(script, **kwargs):
     learner = remembering(script, num_steps=20, **kwargs)
     roll_out([learner])
     roll_out([learner], seed=1)
-    if script.__name__.endswith("torchcompile"):
-        learner.outcomes.copy_(learner.host_outcomes)
     values, states = replayed(learner)
     steps = {name: column.clone() for name, column in decided(learner).items()}
     next_values = torch.zeros_like(values)
-    for t in range(learner.args.num_steps):
-        _, _, next_values[t], _ = network_of(learner)(steps["next_obs"][t], states[t])
-    batch = learner.make_batch() or split_columns(learner.batch, learner.batch_shapes)
+    with torch.no_grad():
+        for t in range(learner.args.num_steps):
+            next_values[t] = learner.agent.value(learner.agent.remember(steps["next_obs"][t], states[t]))
+    batch = batch_of(learner)
     columns = (steps["rewards"], values, next_values, steps["terminated"], steps["ended"])
     wanted = textbook_advantages(*(column.detach().double().numpy() for column in columns), 0.99, 0.95)
     np.testing.assert_allclose(batch["advantages"].numpy(), wanted, rtol=1e-4, atol=1e-4)
@@ -306,47 +334,46 @@ TINY = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1,
 
 
 def check_restored(script, **kwargs):
-    """A restored learner continues bit by bit, in the middle of episodes."""
+    """A restored learner continues bit by bit, with new episodes."""
     learner = remembering(script, **kwargs)
     roll_out([learner])
     learner.update(1e-3)
     state = saved(learner)
-    assert state["memory"]["state"].abs().sum() > 0
-    learner.normalizer.rows[:] = 0
     restored = make_learner(script, seed=2, **kwargs)
     restored.load_state_dict(state)
+    learner.start[:] = True
+    learner.normalizer.rows[:] = 0
     for one in (learner, restored):
         torch.set_rng_state(state["rng"])
-        roll_out([one], seed=1, ends=0.0)
+        roll_out([one], seed=1)
         one.update(1e-3)
     assert_same_state(saved(restored), saved(learner))
 
 
 @each_cell
-def test_a_restored_learner_continues_with_its_state(script, cell):
+def test_a_restored_learner_continues(script, cell):
     check_restored(script, cell=cell)
 
 
 def check_resumed_run(script, folder):
-    """A resumed run begins with new episodes, and so with a state of 0; a checkpoint has the state of its last step."""
+    """A run, also a resumed one, begins with new episodes, and so with a state of 0."""
     seen = []
 
     def on_log(learner, losses, step):
-        first = {name: decided(learner)[name][0].clone() for name in ("obs", "starts", "states")}
-        seen.append((first, learner.state.clone(), learner))
+        seen.append(({name: decided(learner)[name][0].clone() for name in ("obs", "starts", "states")}, learner))
 
     args = script.Args(env_id="Unequal-v0", run_dir=str(folder), total_timesteps=32, **TINY)
     args.learning_rate = 1e-10  # all states are of the same weights
     conftest.train(script, args, on_log)
     (run,) = folder.glob("*/checkpoint.pt")
-    memory = torch.load(run)["learner"]["memory"]
-    assert memory["state"].abs().sum() > 0 and torch.equal(memory["state"], seen[-1][1])
     args.total_timesteps, args.resume = 64, str(run)
     conftest.train(script, args, on_log)
-    first, _, learner = seen[-1]
-    assert len(seen) == 2 and first["starts"].all()
-    _, _, _, wanted = learner.agent(first["obs"], torch.zeros_like(first["states"]))
-    torch.testing.assert_close(first["states"], wanted)
+    assert len(seen) == 2
+    for first, learner in seen:
+        assert first["starts"].all()
+        with torch.no_grad():
+            wanted = learner.agent.remember(first["obs"], torch.zeros_like(first["states"]))
+        torch.testing.assert_close(first["states"], wanted)
 
 
 def test_a_resumed_run_begins_with_new_episodes(script, tmp_path):
@@ -362,15 +389,15 @@ def test_the_exported_policy_takes_and_returns_its_state(script, cell, env_id, t
     learner = make_learner(script, seed=2, **sizes)
     learner.load_state_dict(torch.load(folder / "checkpoint.pt", weights_only=True)["learner"])
     exported = torch.export.load(folder / "policy.pt2").module()
-    network = network_of(learner)
+    agent = learner.agent
     for batch in (1, 7):
-        state = own_state = torch.zeros(batch, network.state_dim)
+        state = own_state = torch.zeros(batch, agent.state_dim)
         for _ in range(3):
-            obs = torch.randn(batch, len(learner.normalizer.mean) - 1)
+            obs = torch.randn(batch, learner.obs_dim)
             with torch.no_grad():
                 actions, state = exported(obs, state)
-                scaled = torch.from_numpy(learner.normalizer.scale_obs(obs.numpy()))
-                outputs, _, _, own_state = network(scaled, own_state)
+                own_state = agent.remember(torch.from_numpy(learner.normalizer.scale_obs(obs.numpy())), own_state)
+                outputs = agent.actor(own_state[:, : script.HIDDEN])
             torch.testing.assert_close(state, own_state)
             if env_id == DISCRETE:
                 assert torch.equal(actions, outputs.argmax(-1))
@@ -384,9 +411,8 @@ def test_the_exported_policy_takes_and_returns_its_state(script, cell, env_id, t
 WRONG = [
     ({"num_minibatches": 3}, "--num-minibatches 3: give a divisor of num_envs, 4"),
     ({"num_minibatches": 4, "num_steps": 1}, "--num-steps 1: give at least 2"),
-    ({"env_id": "CountsFromOne-v0"}, "--env-id CountsFromOne-v0: choose an environment whose actions"),
-    ({"env_id": "Unbounded-v0"}, "--env-id Unbounded-v0: choose an environment whose actions"),
-    ({"num_steps": 10**11}, "--num-steps 100000000000: give at most"),
+    ({"env_id": "CountsFromOne-v0"}, "--env-id CountsFromOne-v0: actions must be"),
+    ({"env_id": "Unbounded-v0"}, "--env-id Unbounded-v0: actions must be"),
 ]
 
 
@@ -398,14 +424,12 @@ def test_what_does_not_fit_is_refused(script, wrong, line, tmp_path, capsys):
     assert f"error: {line}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("other", [{"cell": "gru"}, {"num_envs": 8}])
-def test_a_resumed_run_keeps_its_cell_and_environments(script, other, tmp_path, capsys):
+def test_a_resumed_run_keeps_its_cell(script, tmp_path, capsys):
     script.train(script.Args(run_dir=str(tmp_path), total_timesteps=32, **TINY))
     (run,) = tmp_path.iterdir()
     with pytest.raises(SystemExit):
-        script.train(script.Args(run_dir=str(tmp_path), total_timesteps=64, resume=str(run), **TINY | other))
-    name, value = next(iter(other.items()))
-    assert f"error: --{name.replace('_', '-')} {value}: leave it out" in capsys.readouterr().err
+        script.train(script.Args(run_dir=str(tmp_path), total_timesteps=64, resume=str(run), **TINY | {"cell": "gru"}))
+    assert "error: --cell gru: the checkpoint has lstm" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -419,7 +443,7 @@ def test_compilation_does_not_grow_with_the_steps():
             for i in range(3):
                 roll_out([learner], seed=i)
                 learner.update(1e-3 / (i + 1))
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 6
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 5
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -478,58 +502,46 @@ def captured(script, folder, monkeypatch):
     check_training(script, folder, settings={"env_id": "Truncates-v0"}, runs=[RUNS[0], RUNS[-1]])
 
 
-NEW_EPISODES = (
-    "        learner.starts[:] = True  # also of a resumed run, whose checkpoint has the state of other episodes\n"
-)
-MEMORY = '            "memory": {"state": self.state, "starts": torch.from_numpy(self.starts)},\n'
-LATE = "self.starts[:], self.late = getattr(self, 'late', False), ended.copy()"
-MIXED = "hidden = state[:, :HIDDEN] + 0.1 * state[:, :HIDDEN].mean(0)"
-KEEP = 'keep = 1 - rows["starts"].unsqueeze(-1)'
-RESET = 'state = self.state * (1 - inputs["starts"].unsqueeze(-1))'
-BRANCH = f"state = self.state\n        if self.starts.any():\n            {RESET}"
+LATE = "getattr(self, 'late', self.start.copy()), ended.copy()"
+MIXED = "self.critic(state[..., :HIDDEN] + 0.1 * state[..., :HIDDEN].mean(0)).squeeze(-1)"
+VALUE = "self.critic(state[..., :HIDDEN]).squeeze(-1)"
+STEPS = "zip(obs, starts, strict=True)"
+KEEP = "keep = 1 - starts.unsqueeze(-1)"
+RESET = "(1 - starts) * self.state"
+RESET_ALL = "state = keep[t] * state"
+RESET_HIDDEN = "state = torch.cat((keep[t] * state[:, :HIDDEN], state[:, HIDDEN:]), -1)"
+BRANCH = "(1 - starts) * self.state if self.start.any() else self.state"
+OWN_STATE = "self.states[0].index_select(0, envs)"
 PLAIN_BUGS = [  # what is wrong, what is replaced by what, who sees it
-    ("no reset in acting", "self.state * (1 - starts)[:, None]", "self.state", resets),
-    ("no reset in learning", "(obs, state * (1 - starts)[:, None])", "(obs, state)", same_in_learning),
-    ("reset one step late", "self.starts[:] = ended", LATE, resets),
-    (
-        "reset one step late in learning",
-        'rows["starts"], strict',
-        'rows["starts"].roll(1, 0), strict',
-        same_in_learning,
-    ),
-    ("environments mix", "hidden = state[:, :HIDDEN]", MIXED, resets),
+    ("no reset in acting", "(1 - starts)[:, None] * self.state", "self.state", resets),
+    ("no reset in learning", "(1 - start)[:, None] * state", "state", same_in_learning),
+    ("reset one step late", "self.start = ended", f"self.start, self.late = {LATE}", resets),
+    ("reset one step late in learning", STEPS, "zip(obs, starts.roll(1, 0), strict=True)", same_in_learning),
+    ("environments mix", VALUE, MIXED, resets),
     ("state of another environment", "self.first_state[envs])", "self.first_state[envs.flip(0)])", same_in_learning),
     ("sequences begin with the last state", "self.first_state[envs])", "self.state[envs])", same_in_learning),
-    (
-        "mask of the first step for all",
-        'rows["starts"], strict',
-        'rows["starts"][:1].expand(12, 2), strict',
-        same_in_learning,
-    ),
+    ("mask of the first step for all", STEPS, "zip(obs, [starts[0]] * len(obs), strict=True)", same_in_learning),
     ("bootstrap without memory", 'rollout["states"].flatten(0, 1))', '0 * rollout["states"].flatten(0, 1))', bootstrap),
-    ("state of the old policy after resume", NEW_EPISODES, "", resumed),
-    ("state not restored", '        self.state.copy_(state["memory"]["state"])\n', "", restored),
+    ("normalizer not restored", '            tensor.copy_(state["normalizer"][name])', "            pass", restored),
+    ("no new episodes", "self.start = np.ones(", "self.start = np.zeros(", resumed),
 ]
 TURBO_BUGS = [
-    ("no reset in acting", RESET, "state = self.state", resets),
-    ("no reset in learning", KEEP, 'keep = torch.ones_like(rows["starts"]).unsqueeze(-1)', same_in_learning),
+    ("no reset in acting", RESET, "self.state", resets),
+    ("no reset in learning", KEEP, "keep = torch.ones_like(starts).unsqueeze(-1)", same_in_learning),
+    ("no reset of the cell state", RESET_ALL, RESET_HIDDEN, same_in_learning),
+    ("gradient across resets", "(keep * states[:-1, :, :HIDDEN])", "(states[:-1, :, :HIDDEN])", equality),
+    ("gradient without states", "self.before.copy_", "self.before.clone().copy_", equality),
+    ("gradient of the states after", "keep * states[:-1, :, :HIDDEN]", "keep * states[1:, :, :HIDDEN]", equality),
     (
-        "no reset of the cell state",
-        "self.agent.weights), keep * state)",
-        "self.agent.weights), state)",
-        same_in_learning,
+        "reset one step late",
+        "self.ended[t] = self.start[:, 0] = ended",
+        f"self.ended[t] = ended\n        self.start[:, 0], self.late = {LATE.replace('start', 'start[:, 0]')}",
+        resets,
     ),
-    ("gradient across resets", "d_from_state, keep * d_before", "d_from_state, d_before", equality),
-    ("reset one step late", "self.starts[:] = ended", LATE, resets),
     ("reset one step late in learning", KEEP, f"{KEEP}.roll(1, 0)", same_in_learning),
-    ("environments mix", "hidden = state[:, :HIDDEN]", MIXED, resets),
-    ("state of another environment", "index_select(0, envs))", "index_select(0, envs.flip(0)))", same_in_learning),
-    (
-        "sequences begin with the last state",
-        "self.first_state.index_select",
-        "self.state.index_select",
-        same_in_learning,
-    ),
+    ("environments mix", VALUE, MIXED, resets),
+    ("state of another environment", OWN_STATE, "self.states[0].index_select(0, envs.flip(0))", same_in_learning),
+    ("sequences begin with the last state", OWN_STATE, "self.state.index_select(0, envs)", same_in_learning),
     (
         "mask of the first minibatch for all",
         KEEP,
@@ -538,10 +550,10 @@ TURBO_BUGS = [
     ),
     ("mask frozen at capture", RESET, BRANCH, captured),
     ("state rebound", "self.state.copy_(state)", "self.state = state", captured),
-    ("first state rebound", "self.first_state.copy_(self.state)", "self.first_state = self.state.clone()", captured),
-    ("bootstrap without memory", "self.states.flatten(0, 1))", "0 * self.states.flatten(0, 1))", bootstrap),
-    ("state of the old policy after resume", NEW_EPISODES, "", resumed),
-    ("state not saved", MEMORY, "", restored),
+    ("first state rebound", "self.states[0].copy_(self.state)", "self.states = self.states.roll(1, 0)", captured),
+    ("bootstrap without memory", "states.flatten(0, 1))", "0 * states.flatten(0, 1))", bootstrap),
+    ("normalizer not saved", ', "normalizer": self.normalizer.tensors()}', "}", restored),
+    ("no new episodes", "self.start = np.ones(", "self.start = np.zeros(", resumed),
 ]
 LONG = ("state rebound", "first state rebound")  # `captured` finds them, as it finds "mask frozen at capture"
 BUGS = [
