@@ -243,15 +243,12 @@ PPO = (
             (
                 """\
         self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
-        ones1, ones2 = self.ones.unbind()
 """,
                 """\
-        parts = gradient.split([w.numel() for w in self.weights])
-        for parameter, part in zip(self.weights, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+        for parameter, part in zip(self.weights, self.parts(gradient), strict=True):
+            parameter.grad = part
         self.optimizer.step()
         return norm
-        ones1, ones2 = self.ones.unbind()
 """,
             ),
         ),
