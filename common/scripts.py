@@ -53,7 +53,7 @@ def train(script, args, on_start=lambda run: None):
     if "on_start" in inspect.signature(script.train).parameters:  # the second edition
         script.train(args, on_start=on_start)
         return
-    name = "Population" if hasattr(script, "Population") else "Run"
+    name = next(name for name in ("Population", "JointRun", "Run") if hasattr(script, name))
 
     class Watched(getattr(script, name)):
         def __enter__(self):

@@ -215,8 +215,8 @@ def times_due(frequency, step, num_envs):
 class FrameReplay:
     """A replay buffer for observations that are stacks of the newest frames. It stores each frame once, in bytes.
 
-    Each step of each environment has a number, steps * num_envs + env, and a row in `columns`, that number modulo their
-    length. A step that reset its environment ignored the action: `transitions` are the numbers of the other steps.
+    The n-th step of environment i has the number n * num_envs + i: modulo `rows` this is its row in `columns`. A step
+    that reset its environment ignored the action: `transitions` are the numbers of the other steps.
 
     `sample` draws from the newest `size // num_envs` steps; columns are longer by a stack, so that none of their frames
     is overwritten. Nothing here waits for the device, and all shapes are fixed: CUDA graphs can replay it.
@@ -265,7 +265,7 @@ class FrameReplay:
             values = torch.as_tensor(step[name], device=self.device).to(column.dtype)
             column.index_copy_(0, number % self.rows, values)
 
-        count = (~is_reset).cumsum(0)
+        count = (~is_reset).cumsum(0)  # of this step's transitions, up to each environment
         place = torch.where(is_reset, self.size + env, (self.stored + count - 1) % self.size)
         self.transitions.index_copy_(0, place, number)
         self.stored_before.index_copy_(0, self.stepped % self.steps, self.stored)
@@ -290,10 +290,11 @@ class FrameReplay:
         return frames[:, :-1], frames[:, 1:], *outcomes
 
     def tensors(self, stepped):
-        """All tensors by name; of the columns the part that is filled after so many steps."""
-        columns = {name: column[: stepped * self.num_envs] for name, column in self.columns.items()}
-        counters = {"first_now": self.first, "stepped": self.stepped, "stored": self.stored}
-        return columns | counters | {"transitions": self.transitions, "stored_before": self.stored_before}
+        """All tensors by name; of the large ones the part that is filled after so many steps."""
+        large = self.columns | {"transitions": self.transitions}
+        filled = {name: column[: stepped * self.num_envs] for name, column in large.items()}
+        counts = {"stepped": self.stepped, "stored": self.stored, "stored_before": self.stored_before}
+        return filled | counts | {"first_now": self.first}
 
     def state_dict(self):
         """What is stored, in the memory where it is: a checkpoint needs no copy of gigabytes.
@@ -337,10 +338,10 @@ def train(args):
     learner = DQN(args, envs, device)
     with Run(args, folder, envs, learner) as run:
         learning_starts = args.learning_starts
-        if not learner.replay.stored:  # also in a run resumed without it
+        if not learner.replay.stored:  # in a new run, and in one that is resumed without its replay buffer
             learning_starts += run.step
         obs, _ = envs.reset()
-        nothing = np.zeros(args.num_envs)
+        nothing = np.zeros(args.num_envs)  # led to the first observations
         learner.replay.store(obs, nothing, nothing, nothing, np.ones(args.num_envs, bool))
         while run.unfinished():
             actions = learner.act(obs, epsilon(run.step, args))

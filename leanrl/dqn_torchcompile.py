@@ -131,6 +131,7 @@ class DQN:
         # random numbers are drawn outside of compiled functions, so that all modes draw the same ones
         self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)
 
+        # a block holds the transitions between two updates, or as many of them as the buffer
         steps = min(math.ceil(args.train_frequency / args.num_envs), max(1, args.buffer_size // args.num_envs))
         self.replay = BlockReplayBuffer(args.buffer_size, steps * args.num_envs, sum(self.widths), device)
         self.store_and_learn = self.fast(self.store_and_learn)
@@ -153,7 +154,7 @@ class DQN:
     def update(self):
         """Launch one update: on a CUDA device it may still run when this returns.
 
-        So the host acts without it until the next update: from here on with the weights of the update before.
+        The host does not wait for it: until the next update it acts with the weights of the one before.
         """
         self.host_q.receive()
         self.replay.send()
@@ -251,28 +252,30 @@ def times_due(frequency, step, num_envs):
 
 
 class HostNetwork:
-    """A copy of `network` that acts on the host, in NumPy. `send` and `receive` bring the weights from the device."""
+    """A copy of `network` with which the host acts: without a round trip to the device, and in NumPy.
+
+    `send` launches the copy of the newest weights, and `receive` waits for its end and puts them in use.
+    """
 
     def __init__(self, network):
-        self.network = copy.deepcopy(network).cpu()
+        self.network = copy.deepcopy(network).cpu().requires_grad_(False)
         self.forward = numpy_function(self.network)
         self.newest = flat_views(network)
         self.in_use = flat_views(self.network)
-        self.packed = torch.cat(self.newest)  # one vector, to be sent by one copy
-        self.arriving = torch.zeros_like(self.packed, device="cpu", pin_memory=self.packed.is_cuda)
-        self.arrived = torch.cuda.Event() if self.packed.is_cuda else torch.cpu.Event()
+        sizes = [len(weights) for weights in self.in_use]
+        on_cuda = self.newest[0].is_cuda
+        self.arriving = torch.zeros(sum(sizes), pin_memory=on_cuda)
+        self.arriving_parts = self.arriving.split(sizes)
+        self.arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
         self.send()
 
     def send(self):
-        """Launch the copy of the newest weights to the host."""
-        torch.cat(self.newest, out=self.packed)
-        self.arriving.copy_(self.packed, non_blocking=True)
+        self.arriving.copy_(torch.cat(self.newest), non_blocking=True)  # one copy, not one per tensor
         self.arrived.record()
 
     def receive(self):
-        """Wait for the weights that were sent last, and act with them from now on."""
         self.arrived.synchronize()
-        torch._foreach_copy_(self.in_use, self.arriving.split([x.numel() for x in self.in_use]))
+        torch._foreach_copy_(self.in_use, self.arriving_parts)
 
 
 def flat_views(network):

@@ -317,7 +317,7 @@ def train(args):
 def check_minibatches(args):
     """Refuse sizes that do not fit together."""
     batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+    if batch_size % args.num_minibatches or (args.norm_adv and batch_size == args.num_minibatches):
         refuse(
             "num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch_size}, below it"
         )

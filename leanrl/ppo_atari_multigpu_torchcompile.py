@@ -3,29 +3,25 @@
 This is ppo_atari_envpool_torchcompile.py for torchrun, which starts one process, a rank, per GPU. Its updates are those
 of a single process that plays all games; what makes it fast is the same. What the ranks do together:
 
-1. They start with the weights of rank 0, and each plays its share of the games (`train`, `JointRun`).
+1. They start with the weights of rank 0, and each plays its share of the games (`train`).
 2. A minibatch is what all ranks have drawn for it. Its advantages are normalized with sums over all ranks: one
-   all-reduce per epoch (`PPO.draw_minibatches`, `PPO.join`).
-3. The gradient and the losses are one flat vector: one all-reduce per minibatch. It is in no graph, but between the
-   one that computes the vector and the one that clips and steps (`PPO.update_minibatch`).
+   all-reduce per epoch (`PPO.learn_epoch`, `PPO.loss`).
+3. The gradient and the losses are one vector: one all-reduce per minibatch. It is in no graph, but between the one that
+   computes the vector and the one that clips and steps (`PPO.compute_gradient`, `PPO.step`).
 4. All ranks count all games and decide from the same numbers when to end. Rank 0 writes (`JointRun`).
 
     torchrun --nproc-per-node 8 leanrl/ppo_atari_multigpu_torchcompile.py --compile --cudagraphs
 """
 
 import copy
-import ctypes
-import difflib
 import json
-import logging
 import math
 import os
-import platform
 import shutil
 import signal
 import sys
-import textwrap
 import time
+from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -33,17 +29,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
+import envpool
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
 from tensordict.nn import CudaGraphModule
 from torch import nn
-from torch.func import functional_call, vmap
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -52,92 +47,52 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 TIMEOUT = timedelta(minutes=10)  # for the slowest rank, when it compiles or saves
-GRAPH_WARMUP = 3  # the call at which a CUDA graph is captured; compilation is over by then
-DECISIONS = {"actions": (), "log_prob": (), "values": ()}  # columns of a step: what was decided,
-OUTCOMES = {"rewards": (), "terminated": (), "ended": (), "valid": ()}  # what that led to,
-BATCH = DECISIONS | {"advantages": (), "returns": (), "valid": ()}  # and what is learned from
-LOSSES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")  # behind the gradient
+LOSSES = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac")  # behind the gradient in `PPO.sums`
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
 
 @dataclass
 class Args:
-    env_id: str = "Breakout-v5"
-    """Atari game in envpool"""
-    total_timesteps: int = 10_000_000
-    """environment steps of the whole run, over all environments; each takes four frames"""
-    num_envs: int = 8
-    """environments of all ranks together, which share them evenly"""
-    num_steps: int = 128
-    """steps of each environment per iteration"""
-    learning_rate: float = 2.5e-4
-    """learning rate of the first iteration"""
-    anneal_lr: bool = True
-    """lower the learning rate linearly to 0 at the end of the run"""
-    gamma: float = 0.99
-    """discount factor"""
-    gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation"""
-    num_minibatches: int = 4
-    """minibatches per epoch"""
-    update_epochs: int = 4
-    """passes over an iteration's transitions"""
-    norm_adv: bool = True
-    """normalize the advantages of each minibatch"""
-    clip_coef: float = 0.1
-    """largest change of the probability ratio from 1 (epsilon in the paper)"""
-    clip_vloss: bool = True
-    """clip the change of the values by --clip-coef too"""
-    ent_coef: float = 0.01
-    """coefficient of the entropy in the loss"""
-    vf_coef: float = 0.5
-    """coefficient of the value loss"""
-    max_grad_norm: float = 0.5
-    """largest norm of a gradient of all ranks, which is scaled down to it"""
-    target_kl: float | None = None
-    """end an iteration after the epoch in which the approximate KL divergence exceeds this"""
+    env_id: str = "Breakout-v5"  # Atari game in envpool
+    total_timesteps: int = 10_000_000  # environment steps of the whole run, over all environments; each has four frames
+    num_envs: int = 8  # environments of all ranks together, which share them evenly
+    num_steps: int = 128  # steps of each environment per iteration
+    learning_rate: float = 2.5e-4  # learning rate of the first iteration
+    anneal_lr: bool = True  # lower the learning rate linearly to 0 at the end of the run
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    num_minibatches: int = 4  # minibatches per epoch
+    update_epochs: int = 4  # passes over an iteration's transitions
+    norm_adv: bool = True  # normalize the advantages of each minibatch
+    clip_coef: float = 0.1  # largest change of the probability ratio from 1 (epsilon in the paper)
+    clip_vloss: bool = True  # clip the change of the values by --clip-coef too
+    ent_coef: float = 0.01  # coefficient of the entropy in the loss
+    vf_coef: float = 0.5  # coefficient of the value loss
+    max_grad_norm: float = 0.5  # largest norm of a gradient of all ranks, which is scaled down to it
+    target_kl: float | None = None  # end an iteration after the epoch whose approximate KL divergence exceeds this
 
-    compile: bool = False
-    """compile acting and the updates with torch.compile"""
-    cudagraphs: bool = False
-    """replay acting and learning as CUDA graphs"""
-    compile_mode: CompileMode = "default"
-    """torch.compile's mode"""
+    compile: bool = False  # compile acting and the updates with torch.compile
+    cudagraphs: bool = False  # replay acting and the updates as CUDA graphs
+    compile_mode: CompileMode = "default"  # torch.compile's mode
+    cuda: bool = True  # use a CUDA device if there is one
+    threads: int = 0  # CPU threads of torch (0: torch's default)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem
-    """name of the experiment, part of the run's folder name"""
-    seed: int = 1
-    """seed of the environments, NumPy and torch"""
-    run_dir: str = "runs"
-    """parent folder of all runs"""
-    resume: str | None = None
-    """run to continue: its folder or its checkpoint.pt, whose flags become the defaults"""
-    checkpoint_interval: int = 0
-    """save a checkpoint every so many environment steps (0: only at the end)"""
-    capture_video: bool = False
-    """record videos of rank 0's first environment"""
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "leanrl"
-    """project on Weights & Biases"""
-    wandb_entity: str | None = None
-    """team on Weights & Biases"""
-    cuda: bool = True
-    """use a CUDA device if there is one"""
-    threads: int = 0
-    """CPU threads for torch (0: torch's default)"""
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """precision of float32 matmuls and convolutions (high: TF32, medium: bfloat16)"""
-    torch_deterministic: bool = True
-    """use deterministic cuDNN kernels"""
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    seed: int = 1  # seed of the environments, NumPy and torch
+    run_dir: str = "runs"  # parent folder of all runs
+    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
+    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    capture_video: bool = False  # record videos of rank 0's first environment
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # project on Weights & Biases
+    wandb_entity: str | None = None  # team on Weights & Biases
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
 AT_MOST_1 = ("gamma", "gae_lambda")
-POSITIVE = ("learning_rate", "clip_coef", "max_grad_norm", "target_kl")  # others may be 0, none negative
 FIXED = ("env_id",)  # what a resumed run cannot change
-BETA1, BETA2, EPS = 0.9, 0.999, 1e-5  # Adam's
-RUNNING_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.utils.parametrizations._SpectralNorm)
 
 
 def orthogonal(layer, gain=2**0.5):
@@ -148,7 +103,7 @@ def orthogonal(layer, gain=2**0.5):
 
 
 class Agent(nn.Module):
-    """The convolutional network of Mnih et al. 2015 with two heads: a categorical policy and a value function."""
+    """The convolutional network of Mnih et al. 2015 with two heads, for uint8 observations, (batch, 4, 84, 84)."""
 
     def __init__(self, num_actions):
         super().__init__()
@@ -167,7 +122,12 @@ class Agent(nn.Module):
         self.critic = orthogonal(nn.Linear(512, 1), gain=1.0)
 
     def forward(self, obs):
-        """Logits of the actions, (batch, num_actions), and values, (batch,), for uint8 `obs`, (batch, 4, 84, 84)."""
+        """The deterministic policy, which policy.pt2 holds: the most probable actions, (batch,)."""
+        logits, _ = self.logits_and_values(obs)
+        return logits.argmax(-1)
+
+    def logits_and_values(self, obs):
+        """Logits of the actions, (batch, num_actions), and values, (batch,)."""
         features = self.features(obs / 255)
         return self.actor(features), self.critic(features).squeeze(-1)
 
@@ -178,240 +138,223 @@ class PPO:
     def __init__(self, args, envs, device):
         self.args = args
         self.device = device
-        self.cudagraphs = args.cudagraphs and device.type == "cuda"
-        self.num_envs = envs.num_envs
-        self.num_actions = int(envs.single_action_space.n)
+        self.obs_shape = envs.single_observation_space.shape
+        num_actions = int(envs.single_action_space.n)
         with device:
-            self.agent = FlatNetwork(Agent(self.num_actions))
-        self.optimizers = {"agent": Adam(self.agent.weights, args.learning_rate)}
-        self.scalars = Scalars(device)
+            self.agent = Agent(num_actions)
+        self.optimizers = {"agent": ClippedAdam(self.agent.parameters(), args.learning_rate, args.max_grad_norm)}
+        self.scalars = {name: torch.zeros((), device=device) for name in (*LOSSES, "explained_variance", "grad_norm")}
         self.generators = []  # the states of all ranks' random number generators after the last iteration
         self.updates = 0
-        self.warmup_updates = GRAPH_WARMUP if self.cudagraphs else 1
 
-        obs_shape = envs.single_observation_space.shape
-        width = len(DECISIONS) + len(OUTCOMES) + len(BATCH)
-        require_memory(args, "num_steps", bytes_each=self.num_envs * (math.prod(obs_shape) + 4 * width))
-        steps = (args.num_steps, self.num_envs)
+        # the rollout: what the host writes and copies to the device, and what the agent decides there
+        require_memory("num_steps", args.num_steps, envs.num_envs * math.prod(self.obs_shape), device)
+        steps = (args.num_steps, envs.num_envs)
         on_cuda = device.type == "cuda"
-        all_obs = (args.num_steps + 1, self.num_envs, *obs_shape)
+        all_obs = (args.num_steps + 1, envs.num_envs, *self.obs_shape)
         self.host_obs = torch.zeros(all_obs, dtype=torch.uint8, pin_memory=on_cuda)
-        self.obs = self.host_obs.to(device)  # on a CPU the same memory, as below
-        self.host_outcomes = torch.zeros(*steps, len(OUTCOMES), pin_memory=on_cuda)
-        self.outcomes = self.host_outcomes.to(device)
-        self.host_actions = torch.zeros(self.num_envs, dtype=torch.int64, pin_memory=on_cuda)
-        self.actions = self.host_actions.to(device)
-        self.actions_arrived = torch.cuda.Event() if on_cuda else HostEvent()
-        self.t = torch.zeros(1, dtype=torch.int64, device=device)  # the next step of the rollout
-        self.decisions = torch.zeros(*steps, len(DECISIONS), device=device)
-        self.noise = torch.empty(*steps, self.num_actions, device=device)  # for the choice of actions
-        self.batch = torch.zeros(args.num_steps * self.num_envs, len(BATCH), device=device)
-        self.rows = torch.zeros(len(self.batch), dtype=torch.int64, device=device).view(args.num_minibatches, -1)
-        self.moments = torch.zeros(args.num_minibatches, 3, dtype=torch.float64, device=device)
-        self.sums = torch.zeros(len(self.agent.weights) + len(LOSSES), device=device)
-        slow = on_cuda and args.matmul_precision == "highest"  # CPUs and tensor cores like channels last
-        self.layout = torch.contiguous_format if slow else torch.channels_last
-        self.apply_compile_and_cudagraphs()
+        outcomes = ("rewards", "terminated", "ended", "valid")
+        self.host_outcomes = {name: torch.zeros(steps, pin_memory=on_cuda) for name in outcomes}
+        self.rollout = {name: column.to(device) for name, column in self.host_outcomes.items()}  # on a CPU the same
+        self.rollout["obs"] = self.host_obs.to(device)
+        self.rollout["actions"] = torch.zeros(steps, dtype=torch.int64, device=device)
+        self.rollout |= {name: torch.zeros(steps, device=device) for name in ("log_prob", "values")}
 
+        # acting: what it needs besides observations, and what the host waits for
+        self.t = torch.zeros(1, dtype=torch.int64, device=device)  # step of the rollout
+        self.noise = torch.ones(envs.num_envs, num_actions, device=device)
+        self.host_actions = torch.zeros(envs.num_envs, dtype=torch.int64, pin_memory=on_cuda)
+        self.actions = self.host_actions.to(device)
+        self.actions_arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
+
+        # learning: the rollout with a row per transition, and what belongs to a minibatch
+        self.batch_size = math.prod(steps)
+        names = ("obs", "actions", "log_prob", "values", "valid")
+        self.batch = {name: self.rollout[name].flatten(0, 1) for name in names}
+        self.batch |= {name: torch.zeros(self.batch_size, device=device) for name in ("advantages", "returns")}
+        self.rows = torch.zeros(self.batch_size // args.num_minibatches, dtype=torch.int64, device=device)
+        self.moments = torch.zeros(3, dtype=torch.float64, device=device)  # count, sum, sum of squares of advantages
+        self.num_weights = len(self.optimizers["agent"].m)
+        self.sums = torch.zeros(self.num_weights + len(LOSSES), device=device)  # of gradients and losses, over ranks
+
+        self.decide = self.fast(self.decide)
+        self.compute_gradient = self.fast(self.compute_gradient)
+        self.step = self.fast(self.step)
+
+    @torch.no_grad()
     def make_batch(self):
-        """Make `batch`: a row per transition, with the columns in BATCH.
+        """Estimate the advantages and returns of the rollout.
 
         A step leads to the observation of the next one, also where it ends an episode: only the next step starts a new
         episode.
         """
-        columns = split_columns(self.decisions, DECISIONS) | split_columns(self.outcomes, OUTCOMES)
-        values = columns["values"]
-        _, last_values = self.agent(self.obs[-1])
-        next_values = torch.cat((values[1:], last_values[None]))
-        outcomes = (columns["rewards"], values, next_values, columns["terminated"], columns["ended"])
-        columns["advantages"] = gae(*outcomes, self.args.gamma, self.args.gae_lambda)
-        columns["returns"] = columns["advantages"] + values
-        self.batch.copy_(torch.stack([columns[name] for name in BATCH], -1).flatten(0, 1))
+        rollout = self.rollout
 
-        errors = masked_variance(columns["advantages"], columns["valid"])  # of returns minus values
-        explained_variance = 1 - errors / masked_variance(columns["returns"], columns["valid"])
-        self.scalars.store(explained_variance=explained_variance)
+        # GAE (arXiv:1506.02438, eq. 16)
+        _, last_values = self.agent.logits_and_values(rollout["obs"][-1])
+        next_values = torch.cat((rollout["values"][1:], last_values[None])) * (1 - rollout["terminated"])
+        deltas = rollout["rewards"] + self.args.gamma * next_values - rollout["values"]
+        advantages = gae(deltas, self.args.gamma * self.args.gae_lambda * (1 - rollout["ended"]))
 
-    def draw_minibatches(self):
-        """Draw `rows` of each minibatch, and make `moments`: count, sum and sum of squares of their advantages."""
-        order = torch.rand(len(self.batch), device=self.device).argsort()
-        self.rows.copy_(order.view_as(self.rows))
-        columns = split_columns(self.batch[self.rows].double(), BATCH)
-        powers = [columns["valid"] * columns["advantages"] ** power for power in range(3)]
-        self.moments.copy_(torch.stack(powers).sum(-1).T)
+        self.batch["advantages"].copy_(advantages.flatten())
+        self.batch["returns"].copy_((advantages + rollout["values"]).flatten())
 
-    def join(self, columns, moments):
-        """Make `columns` of this rank's rows part of the minibatch of all ranks, which has these `moments`.
+    def loss(self, rows):
+        """This rank's parts of LOSSES, one after the other, for its rows of a minibatch.
 
-        Advantages are normalized, and `shares`, (batch,), are the parts of rows in a mean: they add up to 1 over all
-        ranks, so that sums over ranks are means over the minibatch.
-        """
-        count, total, squares = moments.unbind()
-        count = count.clamp(min=1)
-        columns["shares"] = columns["valid"] / count
-        if self.args.norm_adv:
-            mean = total / count
-            std = ((squares - total * mean) / (count - 1).clamp(min=1)).clamp(min=0).sqrt()
-            columns["advantages"] = (columns["advantages"] - mean) / (std + 1e-8)
-
-    def loss(self, weights, obs, columns):
-        """This rank's part of policy loss, value loss and entropy, and the log of the probability ratio, (batch,).
-
-        `obs`, (batch, 4, 84, 84), are uint8; `columns`, (batch,) each, are those in BATCH after `join`.
+        `shares`, (batch,), are what rows count in a mean over the minibatch. They add up to 1 over all ranks, so that
+        sums over ranks are means.
         """
         clip = self.args.clip_coef
-        shares = columns["shares"]
-        logits, values = self.agent(obs, weights=weights)
+        count, total, squares = self.moments.unbind()
+        shares = rows["valid"] / count.clamp(min=1)
+        logits, values = self.agent.logits_and_values(rows["obs"])
         log_probs = logits.log_softmax(-1)
-        log_prob = log_probs.gather(-1, columns["actions"].long()[:, None]).squeeze(-1)
+        log_prob = log_probs.gather(-1, rows["actions"][:, None]).squeeze(-1)
 
         # clipped policy loss (eq. 7)
-        log_ratio = log_prob - columns["log_prob"]
+        log_ratio = log_prob - rows["log_prob"]
         ratio = log_ratio.exp()
-        advantages = columns["advantages"]
+        advantages = rows["advantages"]
+        if self.args.norm_adv:
+            mean = total / count.clamp(min=1)
+            variance = (squares - total * mean) / (count - 1).clamp(min=1)
+            advantages = (advantages - mean) / (variance.clamp(min=0).sqrt() + 1e-8)
         gains = torch.min(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip))
         policy_loss = -(gains * shares).sum()
 
         # clipped value loss
-        errors = (values - columns["returns"]).square()
+        errors = (values - rows["returns"]).square()
         if self.args.clip_vloss:
-            clipped_values = columns["values"] + (values - columns["values"]).clamp(-clip, clip)
-            errors = torch.max(errors, (clipped_values - columns["returns"]).square())
+            clipped_values = rows["values"] + (values - rows["values"]).clamp(-clip, clip)
+            errors = torch.max(errors, (clipped_values - rows["returns"]).square())
         value_loss = 0.5 * (errors * shares).sum()
 
         entropy = (-(log_probs.exp() * log_probs).sum(-1) * shares).sum()
-        return policy_loss, value_loss, entropy, log_ratio
-
-    def compute_gradient(self, rows, moments):
-        """Make `sums`: this rank's part of the gradient and of LOSSES for its rows, (minibatch,), of a minibatch."""
-        obs = self.obs.flatten(0, 1).index_select(0, rows).contiguous(memory_format=self.layout)
-        columns = split_columns(self.batch.index_select(0, rows), BATCH)
-        self.join(columns, moments)
-        weights = self.agent.weights.detach().requires_grad_()
-        policy_loss, value_loss, entropy, log_ratio = self.loss(weights, obs, columns)
-        loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
-        (gradient,) = torch.autograd.grad(loss, weights)
-
-        log_ratio = log_ratio.detach()
-        ratio = log_ratio.exp()
-        clipped = ((ratio - 1).abs() > self.args.clip_coef).float()
-        shares = columns["shares"]
         approx_kl = ((ratio - 1 - log_ratio) * shares).sum()  # http://joschu.net/blog/kl-approx.html, k3
-        clipfrac = (clipped * shares).sum()
-        losses = torch.stack((policy_loss, value_loss, entropy, approx_kl, clipfrac)).detach()
-        self.sums.copy_(torch.cat((gradient, losses)))
+        clipfrac = (((ratio - 1).abs() > clip) * shares).sum()
+        return policy_loss, value_loss, entropy, approx_kl, clipfrac
+
+    def compute_gradient(self):
+        """Make `sums`: this rank's part of the gradient and of LOSSES for its `rows` of a minibatch."""
+        rows = {name: column[self.rows] for name, column in self.batch.items()}
+        if self.device.type == "cpu":
+            rows["obs"] = rows["obs"].contiguous(memory_format=torch.channels_last)  # learns 1.2 times as fast
+        losses = self.loss(rows)
+        policy_loss, value_loss, entropy, *_ = losses
+        loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
+        gradient = self.optimizers["agent"].gradient(loss)
+        self.sums.copy_(torch.cat((gradient, torch.stack(losses).detach())))
 
     def step(self):
-        """One step of Adam with the gradient of all ranks; returns LOSSES from before it and the gradient's norm."""
-        gradient, losses = self.sums.split((len(self.agent.weights), len(LOSSES)))
-        grad_norm = gradient.norm()
-        scale = (self.args.max_grad_norm / (grad_norm + 1e-6)).clamp(max=1)
-        self.optimizers["agent"].step(self.agent.weights, gradient * scale)
-        return torch.cat((losses, grad_norm[None]))
-
-    def update_minibatch(self, rows, moments):
-        """Update with the minibatch of all ranks; returns what `step` does. No graph holds the all-reduce."""
-        self.compute_gradient(rows, moments)
-        add_up(self.sums)
-        return self.step()
+        """One step of Adam with the gradient of all ranks."""
+        gradient, losses = self.sums.split((self.num_weights, len(LOSSES)))
+        grad_norm = self.optimizers["agent"].step(gradient)
+        self.store(**dict(zip(LOSSES, losses, strict=True)), grad_norm=grad_norm)
 
     def learn_epoch(self):
-        """All of `batch` once, in minibatches drawn without replacement; stores means of what they return."""
-        self.draw_minibatches()
-        add_up(self.moments)
-        losses = [self.update_minibatch(*minibatch) for minibatch in zip(self.rows, self.moments, strict=True)]
-        means = torch.stack(losses).mean(0)
-        self.scalars.store(**dict(zip((*LOSSES, "grad_norm"), means, strict=True)))
+        """All of the batch once, in minibatches that each rank draws from its rows without replacement."""
+        for scalar in self.scalars.values():
+            scalar.zero_()
+        order = torch.rand(self.batch_size, device=self.device).argsort().view(self.args.num_minibatches, -1)
+        valid = self.batch["valid"][order].double()
+        advantages = self.batch["advantages"][order].double()
+        powers = torch.stack((valid, valid * advantages, valid * advantages.square()))
+        moments = powers.sum(-1).T.contiguous()  # (num_minibatches, 3)
+        add_up(moments)
+        for rows, minibatch_moments in zip(order, moments, strict=True):
+            self.rows.copy_(rows)
+            self.moments.copy_(minibatch_moments)
+            self.compute_gradient()
+            add_up(self.sums)
+            self.step()
 
-    def learn(self):
-        """All epochs over the rollout, fewer if the KL divergence exceeds --target-kl."""
+    def update(self, learning_rate, last_obs):
+        """Launch all updates of an iteration; `last_obs`, (num_envs, 4, 84, 84), are what its last step led to."""
+        self.optimizers["agent"].lr.fill_(learning_rate)
+        self.write_obs(self.args.num_steps, last_obs)
+        for name, column in self.host_outcomes.items():
+            self.rollout[name].copy_(column, non_blocking=True)
         self.make_batch()
         for _ in range(self.args.update_epochs):
             self.learn_epoch()
             if self.args.target_kl is not None and self.losses()["approx_kl"] > self.args.target_kl:
                 break
-
-    def update(self, learning_rate, last_obs):
-        """Launch all updates of an iteration; `last_obs`, (num_envs, 4, 84, 84), are what its last step led to."""
-        self.optimizers["agent"].lr = learning_rate
-        self.write(self.args.num_steps, last_obs)
-        self.outcomes.copy_(self.host_outcomes, non_blocking=True)
-        self.learn()
+        errors = masked_variance(self.batch["advantages"], self.batch["valid"])  # of returns minus values
+        explained_variance = 1 - errors / masked_variance(self.batch["returns"], self.batch["valid"])
+        self.scalars["explained_variance"].copy_(explained_variance)
         self.updates += 1
 
+    @torch.no_grad()
     def decide(self):
-        """Sample actions for the observations of step `t`, with the Gumbel-max trick, and count the step.
+        """Sample actions for the observations of step `t`, with the Gumbel-max trick.
 
         `noise` is exponential: the negative of its logarithm is Gumbel noise.
         """
-        logits, values = self.agent(self.obs.index_select(0, self.t).squeeze(0))
+        logits, values = self.agent.logits_and_values(self.rollout["obs"][self.t].squeeze(0))
         log_probs = logits.log_softmax(-1)
-        noise = self.noise.index_select(0, self.t).squeeze(0)
-        actions = (log_probs - noise.log()).argmax(-1)
-        log_prob = log_probs.gather(-1, actions[:, None]).squeeze(-1)
-        decisions = torch.stack((actions.float(), log_prob, values), -1)
-        self.decisions.index_copy_(0, self.t, decisions[None])
-        self.actions.copy_(actions)
-        self.t.add_(1)
-
-    def write(self, t, obs):
-        """Copy `obs`, NumPy, (num_envs, 4, 84, 84), to step `t` of the rollout."""
-        self.host_obs.numpy()[t] = obs
-        self.obs[t].copy_(self.host_obs[t], non_blocking=True)
+        self.actions.copy_((log_probs - self.noise.log()).argmax(-1))
+        log_prob = log_probs.gather(-1, self.actions[:, None]).squeeze(-1)
+        for name, column in {"actions": self.actions, "log_prob": log_prob, "values": values}.items():
+            self.rollout[name].index_copy_(0, self.t, column[None])
 
     def act(self, t, obs):
-        """Sampled actions, (num_envs,), for step `t` of the rollout and `obs`, (num_envs, 4, 84, 84); both NumPy.
-
-        Steps come in order from 0: the device counts along.
-        """
-        self.write(t, obs)
-        if t == 0:
-            self.t.zero_()
-            self.noise.exponential_()  # of the whole rollout
+        """Sampled actions, (num_envs,), for step `t` of the rollout and `obs`, (num_envs, 4, 84, 84); both NumPy."""
+        self.write_obs(t, obs)
+        self.t.fill_(t)
+        self.noise.exponential_()
         self.decide()
         self.host_actions.copy_(self.actions, non_blocking=True)
         self.actions_arrived.record()
         self.actions_arrived.synchronize()
         return self.host_actions.numpy().copy()
 
-    def record(self, t, rewards, terminated, truncated, is_reset):
-        """Store what step `t` led to; all are NumPy, (num_envs,), as `AtariEnvs.step` returns them."""
-        outcomes = (rewards, terminated, terminated | truncated, ~is_reset)
-        np.stack(outcomes, -1, self.host_outcomes[t].numpy(), casting="unsafe")
+    def write_obs(self, t, obs):
+        """Copy `obs`, NumPy, (num_envs, 4, 84, 84), to step `t` of the rollout."""
+        self.host_obs.numpy()[t] = obs
+        self.rollout["obs"][t].copy_(self.host_obs[t], non_blocking=True)
 
-    def apply_compile_and_cudagraphs(self):
-        """The one place where functions are compiled and captured."""
+    def record(self, t, rewards, terminated, truncated, is_reset):
+        """Note what step `t` led to; all are NumPy, (num_envs,), as `AtariEnvs.step` returns them."""
+        outcomes = {"rewards": rewards, "terminated": terminated, "ended": terminated | truncated, "valid": ~is_reset}
+        for name, column in outcomes.items():
+            self.host_outcomes[name].numpy()[t] = column
+
+    def fast(self, function):
+        """`function`, which has no arguments and no results, compiled and as a CUDA graph where the flags say so."""
         if self.args.compile:
-            mode = self.args.compile_mode
-            options = ON_CUDA if self.device.type == "cuda" else {}
-            self.decide = compiled(self.decide, mode, options)
-            self.compute_gradient = compiled(self.compute_gradient, mode, options)
-            self.step = compiled(self.step, mode, options)
-        if self.cudagraphs:
-            self.decide = CudaGraphModule(self.decide, warmup=GRAPH_WARMUP)
-            self.make_batch = CudaGraphModule(self.make_batch, warmup=GRAPH_WARMUP)
-            self.draw_minibatches = CudaGraphModule(self.draw_minibatches, warmup=GRAPH_WARMUP)
-            self.compute_gradient = CudaGraphModule(self.compute_gradient, warmup=GRAPH_WARMUP)
-            self.step = CudaGraphModule(self.step, warmup=GRAPH_WARMUP)
+            torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+            torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
+            options = torch._inductor.list_mode_options(self.args.compile_mode)
+            options["guard_filter_fn"] = needed_guards
+            if self.device.type == "cuda":
+                options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
+            function = torch.compile(function, fullgraph=True, options=options)
+        if self.args.cudagraphs:
+            function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
+        return function
+
+    def store(self, **scalars):
+        """Add to the means over an epoch's minibatches, always in the same memory."""
+        for name, value in scalars.items():
+            self.scalars[name].add_(value.detach() / self.args.num_minibatches)
 
     def losses(self):
-        """Losses and statistics of the last update's last epoch, by name; waits for that update."""
-        return self.scalars.fetch()
+        """The means of the last update's last epoch by name; waits for that update."""
+        return dict(zip(self.scalars, torch.stack(list(self.scalars.values())).tolist(), strict=True))
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU."""
-        return Policy(self.agent.cpu_copy())
+        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        return copy.deepcopy(self.agent).cpu(), (torch.zeros(2, *self.obs_shape, dtype=torch.uint8),)
 
     def tensors(self):
         """Every tensor that updates change. What is missing here is not saved."""
-        return {
-            "networks": {"agent": self.agent.network.state_dict()},
-            "optimizers": {"agent": self.optimizers["agent"].tensors()},
-        }
+        optimizers = {name: optimizer.tensors() for name, optimizer in self.optimizers.items()}
+        return {"networks": {"agent": self.agent.state_dict()}, "optimizers": optimizers}
 
     def state_dict(self):
-        """Copies on the CPU of what the learner needs to continue bit for bit."""
-        return tree_map(lambda tensor: tensor.detach().to("cpu", copy=True), self.tensors()) | {
+        """What the learner needs to continue bit for bit."""
+        return self.tensors() | {
             "updates": self.updates,
             "generators": self.generators,
         }
@@ -421,306 +364,94 @@ class PPO:
         tensors = self.tensors()
         load_tensors(tensors, {name: state[name] for name in tensors})
         self.updates = state["updates"]
-        self.warmup_updates += self.updates
-        generators = state["generators"]
-        if len(generators) != WORLD_SIZE:
-            note(f"the checkpoint is of {len(generators)} ranks, and these are {WORLD_SIZE}: they draw other numbers")
-        if len(generators) > RANK:
-            set_generators(generators[RANK])
+        self.generators = state["generators"]
+        if len(self.generators) != WORLD_SIZE:
+            given = f"the checkpoint is of {len(self.generators)} ranks, and these are {WORLD_SIZE}"
+            print(f"note: {given}: they draw other numbers", file=sys.stderr)
+        if len(self.generators) > RANK:
+            set_generators(self.generators[RANK])
 
 
-def train(args, on_start=lambda run: None):
-    """Train an agent. `on_start` is for tools: it is called with the `Run` before the first step."""
-    keep_freed_memory()
-    with process_group(args), JointRun(args) as run:
-        check_compile(args, run.device)
-        check_shares(args)
-        envs = make_games(replace(run.args, num_envs=args.num_envs // WORLD_SIZE), run.folder)
-        learner = PPO(args, envs, run.device)
-        collective(dist.broadcast, learner.agent.weights, 0)
-        run.start(envs, learner)
-        run.config["ranks"] = WORLD_SIZE  # for summary.json
-        obs, _ = envs.reset()
-        on_start(run)
-        while run.unfinished():
-            learning_rate = args.learning_rate
-            if args.anneal_lr:
-                learning_rate *= 1 - run.step / args.total_timesteps
-            played = []
-            for t in range(args.num_steps):
-                actions = learner.act(t, obs)
-                obs, rewards, terminated, truncated, infos = envs.step(actions)
-                learner.record(t, rewards, terminated, truncated, infos["is_reset"])
-                played.append((infos["raw_rewards"], infos["game_ended"]))
-            run.advance_together(np.array(played))
-            learner.update(learning_rate, obs)
-            run.log(learner.losses())
+def gae(deltas, decay):
+    """Advantages, A_t = delta_t + decay_t A_{t+1}; all are (num_steps, ...).
 
-
-class Policy(nn.Module):
-    """What policy.pt2 holds, the most probable actions: uint8 observations, (batch, 4, 84, 84), to (batch,)."""
-
-    def __init__(self, agent):
-        super().__init__()
-        self.agent = agent
-
-    def forward(self, obs):
-        logits, _ = self.agent(obs)
-        return logits.argmax(-1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What makes it fast: GAE by doubling, flat networks, Adam, compilation, games
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def gae(rewards, values, next_values, terminated, ended, gamma, gae_lambda):
-    """Generalized advantage estimation (arXiv:1506.02438, eq. 16); all tensors are (num_steps, num_envs).
-
-    It solves the recurrence A_t = delta_t + decay_t A_{t+1} by doubling: after k rounds A_t covers 2**k steps.
+    By doubling: after k rounds A_t covers 2**k steps.
     """
-    advantages = rewards + gamma * (1 - terminated) * next_values - values
-    decay = gamma * gae_lambda * (1 - ended)
+    advantages = deltas
     covered = 1
-    while covered < len(rewards):
-        following = decay[: len(rewards) - covered] * advantages[covered:]
+    while covered < len(deltas):
+        following = decay[:-covered] * advantages[covered:]
         advantages = torch.cat((advantages[:-covered] + following, advantages[-covered:]))
-        decay = decay[:-covered] * decay[covered:]
+        decay = torch.cat((decay[:-covered] * decay[covered:], torch.zeros_like(decay[-covered:])))
         covered *= 2
     return advantages
 
 
-class FlatNetwork:
-    """A network whose parameters are views of one flat vector, `weights`, which requires no gradient.
+def needed_guards(guards):
+    """Which guards a compiled function checks at each call: not those on layers, imported modules and constants."""
+    not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
+    return [keep and keep_too for keep, keep_too in zip(not_layers, not_globals, strict=True)]
 
-    `flat(*inputs)` calls the network. To learn, call `flat(*inputs, weights=w)` with
-    `w = flat.weights.detach().requires_grad_()`: calls without `w` give no gradient. The members of an
-    nn.ModuleList are called together: outputs get a leading dimension.
 
-    Each parameter starts on a 64-byte boundary, for fast loads. Matrices are stored transposed: the gradient of a
-    batched matmul then needs no copy.
+class ClippedAdam:
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) on clipped gradients, which can be part of a compiled function.
+
+    torch.optim's cannot. The gradients of all weights are one vector here, which has one norm and one Adam. To change
+    the learning rate at any time, fill the tensor `lr`.
     """
 
-    def __init__(self, network, batched=True, pin_memory=False):
-        """`batched` calls the members of an nn.ModuleList as one network: faster if compiled or captured."""
-        self.network = network
-        self.several = isinstance(network, nn.ModuleList)
-        self.batched = batched and self.several
-        self.members = list(network) if self.several else [network]
-        first = self.members[0]
-        for layer in first.modules():
-            if isinstance(layer, RUNNING_STATISTICS) or hasattr(layer, "weight_u"):  # of the old spectral_norm
-                raise ValueError("flat networks cannot hold statistics (BatchNorm, spectral norm): use LayerNorm")
-        if any(repr(member) != repr(first) for member in self.members):
-            raise ValueError("the members of a ModuleList must have the same layers")
-        for buffers in zip(*(member.buffers() for member in self.members), strict=True):
-            if any(not torch.equal(buffer, buffers[0]) for buffer in buffers):
-                raise ValueError("the members of a ModuleList share the first one's buffers: these must be equal")
-        if len({parameter.requires_grad for parameter in first.parameters()}) > 1:
-            raise ValueError("flat networks learn all of their parameters: register frozen ones as buffers")
-        self.shapes = {name: parameter.shape for name, parameter in first.named_parameters()}
-        self.tied = len(self.shapes) < len(list(first.named_parameters(remove_duplicate=False)))
-        self.sizes = []  # of each parameter, and of the padding behind it
-        for shape in self.shapes.values():
-            size = len(self.members) * shape.numel()
-            self.sizes += [size, -size % 16]
-        device = next(first.parameters()).device
-        self._weights = torch.zeros(sum(self.sizes), device=device, pin_memory=pin_memory)
-        for name, view in self.views(self.weights).items():
-            for member, value in zip(self.members, view if self.several else [view], strict=True):
-                parameter = member.get_parameter(name)
-                value.copy_(parameter.detach())
-                parameter.requires_grad_(False)
-                parameter.data = value
+    beta1, beta2, eps = 0.9, 0.999, 1e-5
 
-    @property
-    def weights(self):
-        """The flat vector. Change it in place: the network's parameters, and CUDA graphs, stay where they are."""
-        return self._weights
+    def __init__(self, weights, lr, max_grad_norm):
+        self.weights = [w for w in weights if w.requires_grad]
+        self.max_grad_norm = max_grad_norm
+        device = self.weights[0].device
+        self.m = torch.zeros(sum(w.numel() for w in self.weights), device=device)
+        self.v = torch.zeros_like(self.m)
+        self.lr = torch.tensor(lr, dtype=torch.float64, device=device)
+        self.betas = torch.tensor((self.beta1, self.beta2), dtype=torch.float64, device=device)
+        self.ones = torch.zeros_like(self.betas)  # the same averages as m and v, of ones: they correct the bias
 
-    def views(self, weights):
-        """Parameters by name as views of a flat vector; those of several members have a leading dimension."""
-        lead = (len(self.members),) if self.several else ()
-        parameters = weights.split(self.sizes)[::2]  # every other piece is padding
-        views = {}
-        for (name, shape), parameter in zip(self.shapes.items(), parameters, strict=True):
-            if len(shape) == 2:
-                views[name] = parameter.view(*lead, *reversed(shape)).mT
-            else:
-                views[name] = parameter.view(*lead, *shape)
-        return views
+    def gradient(self, loss):
+        """The gradient of `loss`, one vector."""
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.weights)])
 
-    def unbind(self, view):
-        """The members' parts of a parameter; matrices as they are stored, so that their gradients need no copies."""
-        return [part.mT for part in view.mT.unbind()] if view.ndim == 3 else view.unbind()
+    @torch.no_grad()
+    def step(self, gradient):
+        """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
+        norm = gradient.norm()
+        gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+        self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
+        self.m.lerp_(gradient, 1 - self.beta1)
+        self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
 
-    def call(self, parameters, *inputs):
-        return functional_call(self.members[0], parameters, inputs, tie_weights=self.tied)
+        # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
+        ones1, ones2 = self.ones.unbind()
+        root = ones2.sqrt()
+        denominator = self.v.sqrt().add_(self.eps * root).mul_(ones1 / (self.lr * root))
+        torch._foreach_addcdiv_(self.weights, self.parts(self.m), self.parts(denominator), -1)
+        return norm
 
-    def __call__(self, *inputs, weights=None):
-        """The network's outputs, (batch, ...), or those of all members, (members, batch, ...)."""
-        if weights is None and not self.batched and not torch.compiler.is_compiling():
-            return self.stack([member(*inputs) for member in self.members])  # eager functional_call costs time
-        views = self.views(self.weights if weights is None else weights)
-        if not self.several:
-            return self.call(views, *inputs)
-        if self.batched:
-            inputs = [x.expand(len(self.members), *x.shape) for x in inputs]  # else vmap adds transposes
-            return vmap(self.call, randomness="different")(views, *inputs)
-        members = zip(*map(self.unbind, views.values()), strict=True)
-        return self.stack([self.call(dict(zip(views, member, strict=True)), *inputs) for member in members])
-
-    def stack(self, outputs):
-        """The members' outputs with a leading dimension; a single network's as they are."""
-        return tree_map(lambda *tensors: torch.stack(tensors), *outputs) if self.several else outputs[0]
-
-    def cpu_copy(self):
-        """A copy of the network on the CPU, with parameters that are contiguous as torch.export likes them."""
-        network = copy.deepcopy(self.network).cpu()
-        for parameter in network.parameters():
-            parameter.data = parameter.data.contiguous()
-        return network
-
-
-class Adam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) for one flat vector.
-
-    `optimizer.lr = 1e-4` works at any time: attributes are tensors, which assignment fills in place, so that CUDA
-    graphs and checkpoints see the change.
-
-    torch.optim's Adam compiles too, but computes powers of the betas once per parameter: in float32 they are wrong in
-    the fifth digit, in float64 they take 6% of a compiled update. Running products do without.
-    """
-
-    def __init__(self, weights, lr):
-        self.lr = torch.as_tensor(lr, dtype=torch.float64, device=weights.device)
-        self.m = torch.zeros_like(weights)
-        self.v = torch.zeros_like(weights)
-        self._betas = torch.tensor((BETA1, BETA2), dtype=torch.float64, device=weights.device)
-        self.decay = torch.ones_like(self._betas)  # beta1**t and beta2**t after t steps
-
-    def __setattr__(self, name, value):
-        if name in vars(self) and torch.is_tensor(value):
-            vars(self)[name].copy_(value)
-        elif name in vars(self):
-            vars(self)[name].fill_(value)  # unlike a copy from the CPU this does not wait for the device
-        elif torch.is_tensor(value):
-            super().__setattr__(name, value)
-        else:
-            raise TypeError(f"Adam.{name} must be a tensor: CUDA graphs freeze Python values, checkpoints lack them")
-
-    def step(self, weights, gradient):
-        """Move `weights` one step against `gradient`, in place."""
-        self.decay.mul_(self._betas).clamp_(min=1e-30)  # denormal numbers, after 7000 steps, would be slow
-        self.m.lerp_(gradient, 1 - BETA1)
-        self.v.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
-        correction1, correction2 = (1 - self.decay).unbind()
-        root = correction2.sqrt()
-        # lr * m_hat / (sqrt(v_hat) + eps): the corrections and lr are in the denominator, also right for lr = 0
-        denominator = self.v.sqrt().add_(EPS * root).mul_(correction1 / (self.lr * root))
-        weights.addcdiv_(self.m, denominator, value=-1)
+    def parts(self, vector):
+        """Views of `vector` in the shapes of the weights."""
+        parts = vector.split([w.numel() for w in self.weights])
+        return [part.view_as(w) for part, w in zip(parts, self.weights, strict=True)]
 
     def tensors(self):
-        """What a resumed run needs, by name: all but the learning rate and the betas, which are the script's."""
-        return {name: tensor for name, tensor in vars(self).items() if name not in ("lr", "_betas")}
-
-
-class Scalars:
-    """Numbers to log, which stay on the device until they are fetched."""
-
-    def __init__(self, device):
-        self.device = device
-        self.groups = {}  # names of scalars that are stored together, and their memory
-
-    def store(self, **scalars):
-        """Store detached 0-dimensional tensors by name, always in the same memory."""
-        names = tuple(scalars)
-        if names not in self.groups:
-            self.groups[names] = torch.zeros(len(names), device=self.device)
-        torch.stack(list(scalars.values()), out=self.groups[names])
-
-    def fetch(self):
-        """The newest values by name; waits for the device."""
-        return {n: v for names, values in self.groups.items() for n, v in zip(names, values.tolist(), strict=True)}
-
-
-def split_columns(rows, shapes):
-    """Views of `rows`, (..., width), by column name; `shapes` are those of the columns, which lie side by side."""
-    columns = rows.split([math.prod(shape) for shape in shapes.values()], -1)
-    return {name: x.view(*x.shape[:-1], *shapes[name]) for name, x in zip(shapes, columns, strict=True)}
-
-
-class HostEvent:
-    """A torch.cuda.Event for the CPU, where nothing has to be waited for."""
-
-    def record(self):
-        pass
-
-    def synchronize(self):
-        pass
+        """What a resumed run needs."""
+        return {"m": self.m, "v": self.v, "ones": self.ones}
 
 
 def load_tensors(tensors, saved):
     """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
-    places, values = dict(tree_leaves_with_path(tensors)), dict(tree_leaves_with_path(saved))
-    unmatched = places.keys() ^ values.keys()
-    if unmatched:
-        raise ValueError(f"only one of them has {min(map(keystr, unmatched))}")
-    for path, tensor in places.items():
-        if tensor.shape != values[path].shape:
-            raise ValueError(f"{keystr(path)} is {tuple(values[path].shape)} and not {tuple(tensor.shape)}")
-        tensor.copy_(values[path])
 
+    def load(tensor, value):
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            raise ValueError(f"{value.dtype} {tuple(value.shape)} instead of {tensor.dtype} {tuple(tensor.shape)}")
+        tensor.detach().copy_(value)
 
-def keep_freed_memory():
-    """Let glibc keep the memory of freed tensors for the next ones: Linux would clear every page that is given back.
-
-    In a compiled update of SAC on a CPU that takes a third of the time.
-    """
-    glibc = ctypes.CDLL(None)
-    trim_threshold, mmap_threshold = -1, -3  # of malloc.h
-    if hasattr(glibc, "mallopt"):
-        glibc.mallopt(trim_threshold, -1)
-        glibc.mallopt(mmap_threshold, 2**25)  # the largest that it takes
-
-
-def check_compile(args, device):
-    """Refuse --compile without a compiler, and say so if --cudagraphs cannot be used."""
-    if args.cudagraphs and device.type != "cuda":
-        note("--cudagraphs needs a CUDA device; running without")
-    for name, value in vars(args).items():
-        if name.endswith("compile_mode") and value not in (None, "default") and not args.compile:
-            refuse(name, value, "give --compile too")
-    logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every CUDA graph
-    compiler = os.environ.get("CXX", "g++") if device.type == "cpu" else os.environ.get("CC", "gcc")
-    if args.compile and not shutil.which(compiler):
-        refuse("compile", True, f"install {compiler}, which torch.compile needs, or leave it out")
-
-
-def needed_guards(guards):
-    """Which guards a compiled function checks at each call: not those on layers, builtins and imported modules.
-
-    Checking these takes 3 to 4% of a compiled run on a CPU. So a layer's attribute that changes after the first call,
-    `training` included, is not noticed.
-    """
-    needed = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
-    stable = ("__import_", "__builtins_")
-    return [keep and not any(word in guard.name for word in stable) for keep, guard in zip(needed, guards, strict=True)]
-
-
-ON_CUDA = {  # inductor's options, mostly for fewer kernels
-    "combo_kernels": True,  # independent small kernels are merged
-    "force_pointwise_cat": True,  # gradients go into the flat vector where they are used
-    "layout_optimization": False,  # the layout of images is the learner's
-}
-
-
-def compiled(function, mode, options):
-    """`function` compiled into one graph; `options` are inductor's, besides those of `mode`."""
-    torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-    torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
-    options = options | torch._inductor.list_mode_options(mode) | {"guard_filter_fn": needed_guards}
-    return torch.compile(function, fullgraph=True, options=options)
+    tree_map(load, tensors, saved)
 
 
 def masked_mean(values, valid):
@@ -732,6 +463,48 @@ def masked_variance(values, valid):
     """The unbiased variance of those of `values`, (batch,), for which `valid` is 1; 0 if there are fewer than two."""
     squares = (values - masked_mean(values, valid)).square()
     return (squares * valid).sum() / (valid.sum() - 1).clamp(min=1)
+
+
+def train(args):
+    """Train an agent."""
+    with process_group(args), TemporaryDirectory() as scratch:
+        share = args.num_envs // WORLD_SIZE
+        args = replace(args, seed=args.seed + RANK * share)  # envpool counts up from it, game by game
+        if RANK > 0:
+            args = replace(args, run_dir=scratch, track=False, capture_video=False)
+        device, folder = prepare(args)
+        if args.cudagraphs and device.type == "cpu":
+            print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
+            args.cudagraphs = False
+        check_shares(args)
+        envs = make_games(replace(args, num_envs=share), folder)
+        learner = PPO(args, envs, device)
+        for weights in learner.agent.parameters():
+            collective(dist.broadcast, weights.detach(), 0)
+        with JointRun(args, folder, envs, learner) as run:
+            obs, _ = envs.reset()
+            while run.unfinished():
+                learning_rate = args.learning_rate
+                if args.anneal_lr:
+                    learning_rate *= 1 - run.step / args.total_timesteps
+                played = []
+                for t in range(args.num_steps):
+                    actions = learner.act(t, obs)
+                    obs, rewards, terminated, truncated, infos = envs.step(actions)
+                    learner.record(t, rewards, terminated, truncated, infos["is_reset"])
+                    played.append((infos["raw_rewards"], infos["game_ended"]))
+                run.advance_together(np.array(played))
+                learner.update(learning_rate, obs)
+                run.log(learner.losses())
+
+
+def check_shares(args):
+    """Refuse sizes that do not fit together, or that the ranks cannot share evenly."""
+    if args.num_envs % WORLD_SIZE:
+        refuse("num_envs", args.num_envs, f"give a multiple of {WORLD_SIZE}, the number of ranks that share them")
+    rows = args.num_envs // WORLD_SIZE * args.num_steps
+    if rows % args.num_minibatches or rows == args.num_minibatches:
+        refuse("num_minibatches", args.num_minibatches, f"give a divisor of each rank's {rows} steps, below it")
 
 
 class AtariEnvs(gym.vector.VectorEnv):
@@ -748,7 +521,6 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.pool = make_pool(args, seed)
         self.single_observation_space = self.pool.observation_space
         self.single_action_space = self.pool.action_space
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.ended = np.zeros(self.num_envs, bool)
 
     def reset(self, *, seed=None, options=None):
@@ -764,12 +536,10 @@ class AtariEnvs(gym.vector.VectorEnv):
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions.astype(np.int32))
         game_over = infos["terminated"].astype(bool)
-        game_ended = game_over | truncated
+        infos = {"raw_rewards": infos["reward"], "game_ended": game_over | truncated, "is_reset": self.ended}
         terminated = terminated | game_over  # envpool calls a game over in the last step before the limit truncated
         truncated = truncated & ~terminated
-        is_reset = self.ended
         self.ended = terminated | truncated
-        infos = {"raw_rewards": infos["reward"], "game_ended": game_ended, "is_reset": is_reset}
         return obs, rewards, terminated, truncated, infos
 
     def render(self):
@@ -777,53 +547,45 @@ class AtariEnvs(gym.vector.VectorEnv):
         return list(self.pool.render(env_ids=np.arange(self.num_envs)))
 
 
+def require_memory(name, value, bytes_each, device):
+    """Refuse an argument, the number of things of `bytes_each`, if these do not fit into the memory of `device`."""
+    if device.type == "cuda":
+        memory, _ = torch.cuda.mem_get_info()
+    elif hasattr(os, "sysconf"):  # not on Windows
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    room = memory - 2 * 2**30  # the rest is for networks, batches and libraries
+    if value * bytes_each > room:
+        refuse(name, value, f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
+
+
 def make_pool(args, seed):
     """`num_envs` games in envpool, which steps them in threads."""
+    require_memory("num_envs", args.num_envs, 1_300_000, torch.device("cpu"))
     try:
-        import envpool
-        from envpool.registration import registry
-    except ImportError as error:
-        refuse("env_id", args.env_id, f"pip install envpool, which has the games ({one_line(error)})")
-    games = [game for game, (module, *_) in registry.specs.items() if module == "envpool.atari"]
-    if args.env_id not in games:
-        nearest = difflib.get_close_matches(args.env_id, games, cutoff=0.0)
-        refuse("env_id", args.env_id, f"name a game that envpool has, such as {', '.join(nearest)}")
-    require_memory(args, "num_envs", bytes_each=1_300_000)
-    return envpool.make(
-        args.env_id,
-        env_type="gymnasium",
-        num_envs=args.num_envs,
-        seed=seed % 2**31,  # envpool's limit
-        episodic_life=True,
-        reward_clip=True,
-        render_mode="rgb_array" if args.capture_video else None,
-    )
+        return envpool.make(
+            args.env_id,
+            env_type="gymnasium",
+            num_envs=args.num_envs,
+            seed=seed % 2**31,  # envpool's limit
+            episodic_life=True,
+            reward_clip=True,
+            render_mode="rgb_array" if args.capture_video else None,
+        )
+    except (AssertionError, TypeError) as error:
+        refuse("env_id", args.env_id, f"name an Atari game of envpool, such as Breakout-v5 ({error})")
 
 
 def make_games(args, folder):
     """`num_envs` games that step together; videos of the first one go to `folder`."""
     seed = args.seed
     if args.resume is not None:
-        seed += load_checkpoint(args).get("global_step", 0)
+        seed += load_checkpoint(args.resume).get("global_step", 0)  # a resumed run plays other games
     envs = AtariEnvs(args, seed)
     if args.capture_video:
-        try:
-            return gym.wrappers.vector.RecordVideo(envs, str(folder / "videos"), record_first_only=True)
-        except Exception as error:
-            refuse("capture_video", True, f"games cannot be recorded here: {one_line(error)}")
+        envs = gym.wrappers.vector.RecordVideo(envs, str(folder / "videos"), record_first_only=True)
     return envs
-
-
-def check_shares(args):
-    """Refuse sizes that do not fit together, or that the ranks cannot share evenly."""
-    if args.num_envs % WORLD_SIZE:
-        refuse("num_envs", args.num_envs, f"give a multiple of {WORLD_SIZE}, the number of ranks that share them")
-    rows = args.num_envs // WORLD_SIZE * args.num_steps
-    if rows % args.num_minibatches or (args.norm_adv and rows == args.num_minibatches):
-        refuse("num_minibatches", args.num_minibatches, f"give a divisor of each rank's {rows} steps, below it")
-    batch = rows * WORLD_SIZE
-    if batch > args.total_timesteps:
-        note(f"one iteration takes {batch} steps, more than --total-timesteps {args.total_timesteps}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -834,46 +596,24 @@ def check_shares(args):
 def parse_args():
     """The command line; with --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
-    if args.resume is None:
-        return args
-    saved = load_checkpoint(args).get("args", {})
-    defaults = {name: value for name, value in saved.items() if name in vars(args)}
-    if len(defaults) < len(saved):
-        note(f"ignoring flags of the checkpoint that this script lacks: {', '.join(saved.keys() - defaults.keys())}")
-    return tyro.cli(Args, default=Args(**defaults), description=__doc__)
-
-
-def note(text):
-    """Tell the user, if anybody reads stderr."""
-    with suppress(OSError):
-        print(f"note: {text}", file=sys.stderr)
+    if args.resume is not None:
+        saved = load_checkpoint(args.resume).get("args", {})
+        defaults = {name: value for name, value in saved.items() if name in vars(args)}
+        args = tyro.cli(Args, default=Args(**defaults), description=__doc__)
+    return args
 
 
 def refuse(name, value, remedy):
     """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
-def one_line(error):
-    """What an error says, in one line."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 400)
-
-
-def require_memory(args, name, bytes_each):
-    """Refuse a count, argument `name`, of things that do not fit into memory, `bytes_each` each."""
-    if not hasattr(os, "sysconf"):  # on Windows
-        return
-    limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # the other half is for a checkpoint's copy
-    if getattr(args, name) * bytes_each > limit:
-        refuse(name, getattr(args, name), f"give at most {limit // bytes_each}, which takes {limit / 1e9:.0f} GB")
-
-
 def prepare(args):
-    """Check the arguments, seed NumPy and torch, and return the device."""
+    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
     for name, value in vars(args).items():
-        low = 1 if name in AT_LEAST_1 else 1e-12 if name in POSITIVE else 0
-        high = 1 if name in AT_MOST_1 else 1e12
+        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -881,26 +621,28 @@ def prepare(args):
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed % 2**32)
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    return torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    return device, Path(args.run_dir) / name.replace("/", "_")
 
 
-def load_checkpoint(args):
-    """What a run's `save` wrote to the folder or file in --resume, on the CPU."""
-    path = Path(args.resume)
+def load_checkpoint(resume):
+    """What a run's `save` wrote to this folder or file, on the CPU."""
+    path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
-        refuse("resume", args.resume, f"give the folder of a run with an intact checkpoint.pt ({one_line(error)})")
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def replace_file(path, write):
-    """Replace the file at `path` atomically by what `write(file)` writes: a crash leaves the old or the new file."""
+    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
             write(file)
@@ -912,14 +654,8 @@ def replace_file(path, write):
         raise OSError(f"could not write {path}: is the disk full?") from error
 
 
-def has_nan(state):
-    """Whether any tensor in nested dictionaries holds a NaN."""
-    tensors = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    return any(tensor.isnan().any() for tensor in tensors)
-
-
 class ProgressBar(tqdm):
-    """A progress bar that keeps working when stderr is closed or full."""
+    """A progress bar that does not mind if stderr is closed."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -929,91 +665,63 @@ class ProgressBar(tqdm):
 class Run:
     """A run's folder, logs, checkpoints and end: the context of a training loop.
 
-    Ctrl-C and SIGTERM end the loop before its next step; then, and after an error, checkpoint, policy and summary are
-    written. A run that ends before `start` leaves nothing behind.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
+    summary are written.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, folder, envs, learner):
         self.args = args
-        self.device = prepare(args)
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
-        self.folder = Path(args.run_dir) / name.replace("/", "_")
-        try:
-            self.folder.mkdir(parents=True)
-        except OSError as error:
-            refuse("run_dir", args.run_dir, f"give a folder that can be written ({one_line(error)})")
-        self.step = 0
-        self.episodes = 0
-        self.recent_returns = []  # of the last 20 episodes
-        self.steady = None  # step and time when warm-up ended
-        self.signal = None
-        self.started = False
-
-    def start(self, envs, learner):
-        """Restore the learner if the run is resumed, and begin to log."""
+        self.folder = folder
         self.envs = envs
         self.learner = learner
-        if self.args.resume is not None:
-            self.restore()
+        self.step = 0
+        self.episodes = 0
+        self.recent_returns = deque(maxlen=20)
+        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.lengths = np.zeros(args.num_envs, int)
+        self.signal = None
+        if args.resume is not None:
+            self.restore(load_checkpoint(args.resume))
         self.log_step = self.saved_step = self.step
-        self.returns = np.zeros(self.args.num_envs)  # of the current episodes
-        self.first_steps = np.full(self.args.num_envs, self.step)
-        space = envs.single_observation_space
-        is_image = space.dtype == np.uint8 and len(space.shape) > 1
-        self.example = torch.zeros(2, *space.shape, dtype=torch.uint8 if is_image else torch.float32)
-        with torch.no_grad():
-            learner.policy().eval()(self.example)  # what does not match an edited network fails now
-        packages = ("torch", "tensordict", "gymnasium", "envpool", "mujoco", "numpy")
-        versions = {name: sys.modules[name].__version__ for name in packages if name in sys.modules}
-        self.config = {"compile": False, "cudagraphs": False} | vars(self.args)
-        self.config |= {
-            "script": Path(__file__).stem,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "cores": os.cpu_count(),
-            "versions": versions | {"python": platform.python_version()},
-        }
-        (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
-        shutil.copy(__file__, self.folder)
-        if self.args.track:
-            self.track()
-        self.writer = SummaryWriter(self.folder)
-        size = {"total": self.args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
-        self.bar = ProgressBar(**size, disable=sys.stderr is None)
-        self.bar.set_description("compiling" if self.config["compile"] else "warming up")
-        self.start_time = self.log_time = time.perf_counter()
-        self.started = True
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
+        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
+        self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
+        self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
+        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2))
+        shutil.copy(__file__, folder)
+        if args.track:
+            import wandb
 
-    def restore(self):
-        """Continue from the checkpoint in --resume."""
-        checkpoint = load_checkpoint(self.args)
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+        self.writer = SummaryWriter(folder)
+        size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
+        self.start_time = self.log_time = time.perf_counter()
+
+    def restore(self, checkpoint):
+        """Continue from a checkpoint."""
         try:
             for name in FIXED:
-                value, saved = getattr(self.args, name), checkpoint["args"][name]
-                if value != saved:
-                    refuse(name, value, f"leave it out: the checkpoint has {saved}")
+                if getattr(self.args, name) != checkpoint["args"][name]:
+                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
-            self.recent_returns = checkpoint["returns"]
-        except (KeyError, RuntimeError, ValueError) as error:
-            refuse("resume", self.args.resume, f"the checkpoint does not fit this script: {one_line(error)}")
+            self.recent_returns.extend(checkpoint["returns"])
+        except Exception as error:
+            refuse("resume", self.args.resume, f"this checkpoint does not fit the script: {error!r}")
         if self.step >= self.args.total_timesteps:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
-    def track(self):
-        """Copy the TensorBoard events to Weights & Biases."""
-        try:
-            import wandb
-
-            names = {"project": self.args.wandb_project_name, "entity": self.args.wandb_entity}
-            wandb.init(**names, name=self.folder.name, dir=self.folder, config=self.config, sync_tensorboard=True)
-        except Exception as error:
-            refuse("track", True, f"pip install wandb and `wandb login`, or WANDB_MODE=offline ({one_line(error)})")
-
     def __enter__(self):
-        signals = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
-        handled = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in handled}
+        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
         return self
 
     def on_signal(self, number, frame):
@@ -1035,106 +743,64 @@ class Run:
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
+        self.lengths += 1
         for i in ended.nonzero()[0]:
-            self.end_episode(i)
-        if self.steady is None and self.learner.updates >= self.learner.warmup_updates:
-            self.steady = (self.step, time.perf_counter())
-            self.bar.set_description("training", refresh=False)
+            self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
+            self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
+            self.recent_returns.append(float(self.returns[i]))
+            self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
+            self.episodes += 1
+            self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
-
-    def end_episode(self, i):
-        """Log the episode that is over in environment `i`."""
-        self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
-        length = (self.step - self.first_steps[i]) // self.args.num_envs
-        self.writer.add_scalar("charts/episodic_length", length, self.step)
-        self.recent_returns = [*self.recent_returns[-19:], float(self.returns[i])]
-        self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
-        self.episodes += 1
-        self.returns[i] = 0
-        self.first_steps[i] = self.step
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
         self.log_time = now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
-        non_finite = [name for name, value in losses.items() if "loss" in name and not math.isfinite(value)]
-        if non_finite:
-            self.end_at_nan(f"{non_finite[0]} is {losses[non_finite[0]]}", self.learner.state_dict())
+            if "loss" in name and not math.isfinite(value):
+                self.end_at_nan(f"{name} is {value}")
 
-    def end_at_nan(self, what, state):
-        """End the run with exit code 1 and a line that names the cause."""
-        cause = "a lower learning rate may help"
-        if has_nan([state.get("replay"), state.get("normalizer")]):
-            cause = "the environment returned a NaN, unless a diverged policy sent it one"
-        kept = "checkpoint.pt is from before" if (self.folder / "checkpoint.pt").exists() else "there is no checkpoint"
-        raise SystemExit(f"error: step {self.step}: {what}; {cause}; {kept}")
+    def end_at_nan(self, what):
+        """End the run with exit code 1; a checkpoint from before remains."""
+        causes = "NaN in observations or rewards, or too high a learning rate"
+        raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
-        """Write checkpoint.pt and policy.pt2; end the run if there is a NaN in what is to be saved."""
+        """Write checkpoint.pt and policy.pt2."""
         state = self.learner.state_dict()
-        if has_nan(state):
-            self.end_at_nan("the checkpoint would hold a NaN", state)
+        floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+        if any(tensor.isnan().any() for tensor in floats):
+            self.end_at_nan("the checkpoint would hold NaN")
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
-        checkpoint |= {"returns": self.recent_returns, "learner": state}
+        checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
         self.saved_step = self.step
-        try:
-            batch = torch.export.Dim("batch")
-            program = torch.export.export(self.learner.policy().eval(), (self.example,), dynamic_shapes=({0: batch},))
-        except Exception as error:  # of an edited policy
-            return note(f"no policy.pt2: {one_line(error)}")
+        policy, inputs = self.learner.policy()
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def __exit__(self, kind, error, traceback):
+        wall_seconds = time.perf_counter() - self.start_time
         try:
-            if self.started:
-                self.finish(error)
-            else:
-                shutil.rmtree(self.folder, ignore_errors=True)
-        finally:
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-        if self.signal is not None and not isinstance(error, SystemExit):
-            if isinstance(error, Exception):
-                note(f"after the signal: {one_line(error)}")
-            raise SystemExit(128 + self.signal)
-
-    def finish(self, error):
-        """Write what a started run leaves behind; `error` is what ended it, or None."""
-        end_time = time.perf_counter()
-        try:
-            if error is None or isinstance(error, Exception):
+            if kind is None or issubclass(kind, Exception):  # not at NaN, and not at a second Ctrl-C
                 self.save()
-        except BaseException as saving_error:
-            if error is None:
-                raise
-            note(f"no checkpoint: {one_line(saving_error)}")
         finally:
-            self.write_summary(end_time)
+            results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
+            finite = [value for value in self.recent_returns if math.isfinite(value)]
+            results["episodic_return"] = float(np.mean(finite)) if finite else None
+            (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
             self.envs.close()
             self.writer.close()
-            with suppress(OSError):
-                self.bar.close()
-
-    def write_summary(self, end_time):
-        """Write summary.json: the configuration, and what came of it."""
-        steady_step, steady_time = self.steady or (self.step, end_time)
-        mean_return = float(np.mean(self.recent_returns)) if self.recent_returns else math.nan
-        results = {
-            "cudagraphs": getattr(self.learner, "cudagraphs", False),  # active
-            "global_step": self.step,
-            "episodes": self.episodes,
-            "episodic_return": mean_return if math.isfinite(mean_return) else None,
-            "steady_sps": (self.step - steady_step) / (end_time - steady_time) if self.step > steady_step else None,
-            "warmup_seconds": steady_time - self.start_time if self.steady else None,
-            "wall_seconds": end_time - self.start_time,
-        }
-        (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
+            self.bar.close()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
+            raise SystemExit(128 + self.signal)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1151,7 +817,8 @@ def collective(function, *args):
     try:
         function(*args)
     except RuntimeError as error:
-        raise LostRank(f"rank {RANK} cannot reach the other ranks: {one_line(error)}") from error
+        what = " ".join(str(error).split())
+        raise LostRank(f"rank {RANK} cannot reach the other ranks: {what}") from error
 
 
 def add_up(tensor):
@@ -1209,12 +876,9 @@ def process_group(args):
 class JointRun(Run):
     """The run of all ranks. All count the same and decide the same; only what rank 0 writes is kept."""
 
-    def __init__(self, args):
-        if RANK > 0:
-            self.scratch = TemporaryDirectory()
-            seed = args.seed + RANK * (args.num_envs // WORLD_SIZE)  # envpool counts up from it, game by game
-            args = replace(args, seed=seed, run_dir=self.scratch.name, track=False, capture_video=False)
-        super().__init__(args)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.config["ranks"] = WORLD_SIZE  # for summary.json
 
     def unfinished(self):
         """Whether all ranks go on: a signal to one of them ends them all, after the same iteration."""
@@ -1228,24 +892,16 @@ class JointRun(Run):
 
     def advance_together(self, played):
         """Count an iteration. `played`, (num_steps, 2, num_envs of this rank), are raw rewards and ends of games."""
-        warming_up = self.steady is None
         for rewards, ended in np.concatenate(gathered(played), -1):
             self.advance(rewards, ended)
-        if warming_up and self.steady is not None:
-            self.steady = (self.step, time.perf_counter())
 
-    def save(self):
-        """Write rank 0's checkpoint, which has the generators of all ranks."""
-        if RANK == 0:
-            super().save()
-        elif has_nan(self.learner.state_dict()):
-            raise SystemExit(1)
-
-    def finish(self, error):
+    def __exit__(self, kind, error, traceback):
         """Finish together if the ranks end together: torchrun ends those that are left when one has ended."""
-        super().finish(error)
-        if error is None or isinstance(error, SystemExit):
-            gathered(None)
+        try:
+            super().__exit__(kind, error, traceback)
+        finally:
+            if kind is None or kind is SystemExit:
+                gathered(None)
 
 
 if __name__ == "__main__":
@@ -1255,14 +911,7 @@ if __name__ == "__main__":
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
-#     "torch==2.13.0",
-#     "tensordict==0.15.3",
-#     "gymnasium==1.4.0",
-#     "numpy==2.4.6",
-#     "tyro==1.0.17",
-#     "tqdm==4.70.1",
-#     "tensorboard==2.21.0",
-#     "wandb==0.31.0",
-#     "envpool==1.2.5",
+#     "torch==2.13.0", "tensordict==0.15.3", "gymnasium==1.4.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0", "envpool==1.2.5",
 # ]
 # ///

@@ -308,7 +308,7 @@ class Normalizer:
         self.squares = np.zeros(obs_dim + 1)  # sum of squared differences from the mean
         self.std = np.ones(obs_dim + 1)
         self.obs, self.returns = self.rows[:, :-1], self.rows[:, -1]
-        self.obs_mean, self.obs_std, self.return_std = self.mean[:-1], self.std[:-1], self.std[-1:]
+        self.obs_mean, self.obs_std = self.mean[:-1], self.std[:-1]
 
     def normalize(self, obs, rewards=0.0, ended=False):
         """Observations, (num_envs, obs_dim), and rewards, (num_envs,), scaled by statistics that include them."""
@@ -317,10 +317,13 @@ class Normalizer:
         errors = self.rows - self.mean
         self.count += len(errors)
         self.mean += np.add.reduce(errors) / self.count
-        self.squares += np.add.reduce(errors * (self.rows - self.mean))
+        centered = self.rows - self.mean
+        self.squares += np.add.reduce(errors * centered)
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
         self.returns[ended] = 0
-        return self.scale_obs(obs), (rewards / self.return_std).clip(-10, 10)
+        centered[:, -1] = rewards  # scaled as returns are, but not centered
+        scaled = (centered / self.std).clip(-10, 10).astype(np.float32)
+        return scaled[:, :-1], scaled[:, -1]
 
     def scale_obs(self, obs):
         """Observations, (n, obs_dim), scaled by the statistics as they are."""
@@ -361,7 +364,7 @@ def train(args):
 def check_minibatches(args):
     """Refuse sizes that do not fit together."""
     batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+    if batch_size % args.num_minibatches or (args.norm_adv and batch_size == args.num_minibatches):
         refuse(
             "num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch_size}, below it"
         )

@@ -153,16 +153,16 @@ class PPO:
         self.mean_actions = numpy_function(self.host_agent.actor)
         self.noise = np.zeros((args.num_steps, envs.num_envs, act_dim), np.float32)
 
-        # the rollout, in host memory and on the device
+        # the rollout, in host memory and on the device; widths are those of its six columns
         on_cuda = device.type == "cuda"
         self.rollout_widths = [obs_dim, obs_dim, act_dim, 1, 1, 1]
         self.host_rollout = torch.zeros(args.num_steps, envs.num_envs, sum(self.rollout_widths), pin_memory=on_cuda)
         self.rollout = self.host_rollout.to(device)  # on a CPU the same memory
-        columns = [column.numpy() for column in self.host_rollout.split(self.rollout_widths, -1)]
+        columns = [column.numpy() for column in self.host_rollout.split(self.rollout_widths, -1)]  # the same memory
         self.obs, self.next_obs, self.actions, *scalars = columns
         self.rewards, self.terminated, self.ended = (scalar[..., 0] for scalar in scalars)
 
-        # its transitions, and the minibatch of an update: observations, actions, and four columns of numbers
+        # its transitions, and a minibatch of them: obs, actions, log_prob, values, advantages, returns
         self.batch_widths = [obs_dim, act_dim, 1, 1, 1, 1]
         batch_size = args.num_steps * envs.num_envs
         self.batch = torch.zeros(batch_size, sum(self.batch_widths), device=device)
@@ -170,6 +170,7 @@ class PPO:
         # with --target-kl the host looks at the divergence after each epoch
         self.epochs_at_once = args.update_epochs if args.target_kl is None else 1
         self.orders = torch.zeros(self.epochs_at_once, batch_size, dtype=torch.int64, device=device)
+
         self.update_minibatch = self.compiled(self.update_minibatch)
         self.make_batch = self.captured(self.make_batch)
         self.learn = self.captured(self.learn)
@@ -210,7 +211,7 @@ class PPO:
             errors = torch.max(errors, (clipped_values - returns).square())
         value_loss = 0.5 * errors.mean()
 
-        entropy = (log_std + 0.5 * (1 + math.log(2 * math.pi))).sum()
+        entropy = (log_std + 0.5 * (1 + math.log(2 * math.pi))).expand_as(actions).sum(-1).mean()
         return policy_loss, value_loss, entropy, log_ratio
 
     def update_minibatch(self):
@@ -422,7 +423,7 @@ class Normalizer:
         self.squares = np.zeros(obs_dim + 1)  # sum of squared differences from the mean
         self.std = np.ones(obs_dim + 1)
         self.obs, self.returns = self.rows[:, :-1], self.rows[:, -1]
-        self.obs_mean, self.obs_std, self.return_std = self.mean[:-1], self.std[:-1], self.std[-1:]
+        self.obs_mean, self.obs_std = self.mean[:-1], self.std[:-1]
 
     def normalize(self, obs, rewards=0.0, ended=False):
         """Observations, (num_envs, obs_dim), and rewards, (num_envs,), scaled by statistics that include them."""
@@ -431,10 +432,13 @@ class Normalizer:
         errors = self.rows - self.mean
         self.count += len(errors)
         self.mean += np.add.reduce(errors) / self.count
-        self.squares += np.add.reduce(errors * (self.rows - self.mean))
+        centered = self.rows - self.mean
+        self.squares += np.add.reduce(errors * centered)
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
         self.returns[ended] = 0
-        return self.scale_obs(obs), (rewards / self.return_std).clip(-10, 10)
+        centered[:, -1] = rewards  # scaled as returns are, but not centered
+        scaled = (centered / self.std).clip(-10, 10).astype(np.float32)
+        return scaled[:, :-1], scaled[:, -1]
 
     def scale_obs(self, obs):
         """Observations, (n, obs_dim), scaled by the statistics as they are."""
@@ -473,15 +477,21 @@ class ClippedAdam:
         """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
         norm = gradient.norm()
         gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-
         self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
-        ones1, ones2 = self.ones.unbind()
         self.m.lerp_(gradient, 1 - self.beta1)
         self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
-        change = self.m / ((self.v / ones2).sqrt() + self.eps) * (self.lr / ones1)
-        parts = change.split([w.numel() for w in self.weights])
-        torch._foreach_sub_(self.weights, [part.view_as(w) for part, w in zip(parts, self.weights, strict=True)])
+
+        # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
+        ones1, ones2 = self.ones.unbind()
+        root = ones2.sqrt()
+        denominator = self.v.sqrt().add_(self.eps * root).mul_(ones1 / (self.lr * root))
+        torch._foreach_addcdiv_(self.weights, self.parts(self.m), self.parts(denominator), -1)
         return norm
+
+    def parts(self, vector):
+        """Views of `vector` in the shapes of the weights."""
+        parts = vector.split([w.numel() for w in self.weights])
+        return [part.view_as(w) for part, w in zip(parts, self.weights, strict=True)]
 
     def tensors(self):
         """What a resumed run needs."""
@@ -540,7 +550,7 @@ def train(args):
 def check_minibatches(args):
     """Refuse sizes that do not fit together."""
     batch_size = args.num_envs * args.num_steps
-    if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
+    if batch_size % args.num_minibatches or (args.norm_adv and batch_size == args.num_minibatches):
         refuse(
             "num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch_size}, below it"
         )

@@ -531,7 +531,7 @@ class Normalizer:
         self.squares = np.zeros(obs_dim + 1)  # sum of squared differences from the mean
         self.std = np.ones(obs_dim + 1)
         self.obs, self.returns = self.rows[:, :-1], self.rows[:, -1]
-        self.obs_mean, self.obs_std, self.return_std = self.mean[:-1], self.std[:-1], self.std[-1:]
+        self.obs_mean, self.obs_std = self.mean[:-1], self.std[:-1]
 
     def normalize(self, obs, rewards=0.0, ended=False):
         """Observations, (num_envs, obs_dim), and rewards, (num_envs,), scaled by statistics that include them."""
@@ -540,10 +540,13 @@ class Normalizer:
         errors = self.rows - self.mean
         self.count += len(errors)
         self.mean += np.add.reduce(errors) / self.count
-        self.squares += np.add.reduce(errors * (self.rows - self.mean))
+        centered = self.rows - self.mean
+        self.squares += np.add.reduce(errors * centered)
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
         self.returns[ended] = 0
-        return self.scale_obs(obs), (rewards / self.return_std).clip(-10, 10)
+        centered[:, -1] = rewards  # scaled as returns are, but not centered
+        scaled = (centered / self.std).clip(-10, 10).astype(np.float32)
+        return scaled[:, :-1], scaled[:, -1]
 
     def scale_obs(self, obs):
         """Observations, (n, obs_dim), scaled by the statistics as they are."""
@@ -582,15 +585,21 @@ class ClippedAdam:
         """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
         norm = gradient.norm()
         gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-
         self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
-        ones1, ones2 = self.ones.unbind()
         self.m.lerp_(gradient, 1 - self.beta1)
         self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
-        change = self.m / ((self.v / ones2).sqrt() + self.eps) * (self.lr / ones1)
-        parts = change.split([w.numel() for w in self.weights])
-        torch._foreach_sub_(self.weights, [part.view_as(w) for part, w in zip(parts, self.weights, strict=True)])
+
+        # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
+        ones1, ones2 = self.ones.unbind()
+        root = ones2.sqrt()
+        denominator = self.v.sqrt().add_(self.eps * root).mul_(ones1 / (self.lr * root))
+        torch._foreach_addcdiv_(self.weights, self.parts(self.m), self.parts(denominator), -1)
         return norm
+
+    def parts(self, vector):
+        """Views of `vector` in the shapes of the weights."""
+        parts = vector.split([w.numel() for w in self.weights])
+        return [part.view_as(w) for part, w in zip(parts, self.weights, strict=True)]
 
     def tensors(self):
         """What a resumed run needs."""

@@ -162,17 +162,22 @@ class SACPopulation:
         self.action_space = envs[0].single_action_space
         self.obs_dim = obs_dim = envs[0].single_observation_space.shape[0]
         self.act_dim = act_dim = self.action_space.shape[0]
+        on_cuda = device.type == "cuda"
         actors, critics, self.generators = [], [], []
         for agent in agents:
             torch.manual_seed(agent.seed)
             with device:
                 actors.append(Actor(obs_dim, self.action_space))
                 critics += [Critic(obs_dim, act_dim) for _ in range(NUM_CRITICS)]
-            self.generators.append(generator_like_torchs(device))
+            generator = torch.Generator(device)  # continues as torch's own would
+            generator.set_state(torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state())
+            self.generators.append(generator)
         self.critic = critics[0]  # for its `forward`
         stacked, _ = stack_module_state(critics)
-        by_agent = {name: weights.detach().unflatten(0, (-1, NUM_CRITICS)) for name, weights in stacked.items()}
-        self.critics = {name: weights.requires_grad_() for name, weights in by_agent.items()}
+        self.critics = {  # parameters by name, (agents, NUM_CRITICS, ...)
+            name: weights.detach().unflatten(0, (-1, NUM_CRITICS)).requires_grad_(weights.requires_grad)
+            for name, weights in stacked.items()
+        }
         self.target_critics = {name: weights.detach().clone() for name, weights in self.critics.items()}
         self.actor = actors[0]  # for its methods, which act for all agents if its network does
         self.actor.net = Together([actor.net for actor in actors], self.each)
@@ -203,7 +208,6 @@ class SACPopulation:
         self.acting_noise = torch.zeros(count, args.num_envs, act_dim, device=device)
 
         # what crosses between host and device: transitions and the next observations, and actions
-        on_cuda = device.type == "cuda"
         self.host_input = torch.zeros(count, args.num_envs, sum(self.widths) + obs_dim, pin_memory=on_cuda)
         self.input = self.host_input.to(device)  # on a CPU the same memory
         self.host_actions = torch.zeros(count, args.num_envs, act_dim, pin_memory=on_cuda)
@@ -355,7 +359,7 @@ class SACPopulation:
         """A copy of an agent's deterministic policy, on the CPU, and an example of its inputs."""
         policy = Actor(self.obs_dim, self.action_space)
         policy.load_state_dict(self.tensors(i)["networks"]["actor"])
-        return policy, (torch.zeros(2, self.obs_dim),)
+        return policy.eval(), (torch.zeros(2, self.obs_dim),)
 
     def tensors(self, i):
         """Every tensor of an agent that updates change, but the replay buffer, under the names of the script for one.
@@ -396,14 +400,8 @@ class SACPopulation:
             self.generators[i].set_state(own)
 
 
-def generator_like_torchs(device):
-    """A random number generator that continues where torch's own one of the device is."""
-    state = torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
-    return torch.Generator(device).set_state(state)
-
-
 class Together(nn.Module):
-    """The networks of all agents as one, whose inputs and outputs have a leading dimension of agents."""
+    """The networks of all agents as one, whose input and output have a leading dimension of agents."""
 
     def __init__(self, networks, each):
         """`each` calls a function for each agent."""
@@ -433,7 +431,7 @@ class PopulationAdam:
 
     def __init__(self, weights, lr):
         """`weights` have a leading dimension of agents; `lr` is a list."""
-        self.weights = list(weights)
+        self.weights = [w for w in weights if w.requires_grad]
         self.m = [torch.zeros_like(w) for w in self.weights]
         self.v = [torch.zeros_like(w) for w in self.weights]
         device = self.weights[0].device
@@ -512,6 +510,7 @@ def train(args):
         args.cudagraphs = False
     agents = agents_of(args)
     envs = [make_envs(agent, folder / agent_name(i)) for i, agent in enumerate(agents)]
+    require_bounded_actions(args, envs[0])
     learner = SACPopulation(args, agents, envs, device)
     with Population(args, folder, envs, learner) as population:
         shape = len(agents), args.num_envs
@@ -552,7 +551,8 @@ def agents_of(args):
     agents = []
     for i in range(count):
         own = vars(args) | {name: values[i % len(values)] for name, values in lists.items()}
-        own["seed"] = own.pop("seeds")
+        del own["seeds"]
+        own["seed"] = args.seeds[i % len(args.seeds)]
         own["resume"] = args.resume and str(Path(args.resume) / agent_name(i))
         own["track"] = False  # all agents are one run there
         agents.append(SimpleNamespace(**own))
@@ -584,6 +584,14 @@ def make_envs(args, folder):
     if len(space.shape) != 1:
         refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
     return envs
+
+
+def require_bounded_actions(args, envs):
+    """Refuse actions that are not vectors of floats with bounds."""
+    space = envs.single_action_space
+    bounded = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and space.is_bounded()
+    if not bounded or len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"actions must be bounded vectors of floats, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -807,47 +815,50 @@ class Run:
 
 
 class Population(Run):
-    """A population's folder, with a run per agent in it. An agent that diverges ends; the others continue."""
+    """The runs of all agents as one, in a folder each. An agent's run ends where it diverges; the others go on."""
 
     def __init__(self, args, folder, envs, learner):
         self.args = args
         self.folder = folder
         self.learner = learner
-        self.frozen = {}  # why an agent has ended, by the agent's name
+        self.step = 0
+        self.ended = {}  # agents whose runs have ended at NaN, and why
         self.signal = None
         if args.resume is not None:
-            self.frozen = self.frozen_in(load_checkpoint(args.resume))
-        self.runs = {}  # of the agents that have not ended
-        for i, (agent, own_envs) in enumerate(zip(learner.agents, envs, strict=True)):
-            if agent_name(i) not in self.frozen:
-                own = SimpleNamespace(device=learner.device, policy=partial(learner.policy, i))
-                own.state_dict = partial(learner.state_dict, i)
-                own.load_state_dict = partial(learner.load_state_dict, i)
-                self.runs[i] = Run(agent, folder / agent_name(i), own_envs, own)
-                self.runs[i].bar.set_description(agent_name(i))
-                self.runs[i].handlers = {}  # of signals, for which the population is responsible
-        self.step = self.saved_step = max(run.step for run in self.runs.values())
+            self.restore(load_checkpoint(args.resume))
         if args.track:
             import wandb
 
+            folder.mkdir(parents=True, exist_ok=True)
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
             wandb.init(**names, dir=folder, config=vars(args), sync_tensorboard=True)
+        self.runs = {}  # of the other agents
+        for i, (agent, own_envs) in enumerate(zip(learner.agents, envs, strict=True)):
+            if agent_name(i) not in self.ended:
+                own_learner = SimpleNamespace(device=learner.device)
+                for name in ("policy", "state_dict", "load_state_dict"):
+                    setattr(own_learner, name, partial(getattr(learner, name), i))
+                self.runs[i] = Run(agent, folder / agent_name(i), own_envs, own_learner)
+                self.runs[i].bar.set_description(agent_name(i))
+                self.runs[i].handlers = {}  # signals are the population's
+        self.saved_step = self.step
 
-    def frozen_in(self, checkpoint):
-        """The agents that had ended in a population's checkpoint; refuses one that does not fit."""
-        try:
-            before = [agent.seed for agent in agents_of(SimpleNamespace(**checkpoint["args"]))]
-            frozen, step = checkpoint["frozen"], checkpoint["global_step"]
-        except Exception as error:
-            refuse("resume", self.args.resume, f"give the folder of a population ({error!r})")
-        now = [agent.seed for agent in self.learner.agents]
+    def restore(self, checkpoint):
+        """Find each agent's checkpoint of the step at which the population was saved."""
+        if "ended" not in checkpoint:
+            refuse("resume", self.args.resume, "give the folder of a population")
+        self.step, self.ended = checkpoint["global_step"], checkpoint["ended"]
+        saved = agents_of(SimpleNamespace(**checkpoint["args"]))
+        now, before = (" ".join(str(agent.seed) for agent in agents) for agents in (self.learner.agents, saved))
         if now != before:
-            refuse("seeds", " ".join(map(str, now)), f"the checkpoint has {' '.join(map(str, before))}")
+            refuse("seeds", now, f"the checkpoint has {before}")
         for i, agent in enumerate(self.learner.agents):
-            if agent_name(i) not in frozen and (own := load_checkpoint(agent.resume)["global_step"]) != step:
-                remedy = f"its checkpoint is of step {own}, the population's of {step}: resume each agent by itself"
-                refuse("resume", agent.resume, remedy)
-        return frozen
+            if agent_name(i) not in self.ended:
+                paths = [path for path in checkpoints_in(agent.resume) if path.exists()]
+                fitting = [path for path in paths if load_checkpoint(path).get("global_step") == self.step]
+                if not fitting:
+                    refuse("resume", agent.resume, f"it has no checkpoint of step {self.step}, the population's")
+                agent.resume = str(fitting[0])
 
     def unfinished(self):
         """Whether to go on; writes checkpoints first if they are due."""
@@ -864,10 +875,23 @@ class Population(Run):
         self.each_run(lambda i, run: run.log(losses[i]))
 
     def save(self):
-        """Write each agent's checkpoint.pt and policy.pt2, and then what says that all of them are there."""
+        """Write each agent's checkpoint.pt and policy.pt2.
+
+        Old checkpoints are kept until all new ones are there: a crash leaves one of each agent and of the same step.
+        """
+        for run in self.runs.values():
+            new, old = checkpoints_in(run.folder)
+            if new.exists() and not old.exists():
+                new.rename(old)
         self.each_run(lambda i, run: run.save())
-        checkpoint = {"args": vars(self.args), "global_step": self.step, "frozen": self.frozen}
+        checkpoint = {"args": vars(self.args), "global_step": self.step, "ended": self.ended}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+        for folder in self.folder.glob(agent_name("*")):
+            new, old = checkpoints_in(folder)
+            if new.exists():
+                old.unlink(missing_ok=True)
+            elif old.exists():  # an agent that has ended at NaN keeps its last checkpoint
+                old.rename(new)
         self.saved_step = self.step
 
     def each_run(self, function):
@@ -876,8 +900,8 @@ class Population(Run):
             try:
                 function(i, run)
             except SystemExit as error:
-                print(f"{agent_name(i)} has ended: {error}", file=sys.stderr)
-                self.frozen[agent_name(i)] = str(error)
+                print(f"{agent_name(i)}: {error}", file=sys.stderr)
+                self.ended[agent_name(i)] = str(error)
                 self.runs.pop(i).__exit__(SystemExit, error, None)
 
     def __exit__(self, kind, error, traceback):
@@ -886,15 +910,22 @@ class Population(Run):
                 self.save()
         finally:
             for run in self.runs.values():
-                run.__exit__(SystemExit, None, None)  # which has been saved
-            results = {"global_step": self.step, "frozen": self.frozen}
+                run.__exit__(SystemExit, None, None)  # without saving again
+            summaries = sorted(self.folder.glob(agent_name("*/summary.json")))
+            returns = {path.parent.name: json.loads(path.read_text())["episodic_return"] for path in summaries}
+            results = {"global_step": self.step, "episodic_return": returns, "ended": self.ended}
             (self.folder / "population.json").write_text(json.dumps(vars(self.args) | results, indent=2))
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
         if self.signal is not None and kind in (None, KeyboardInterrupt):
             raise SystemExit(128 + self.signal)
-        if kind is None and self.frozen:
-            raise SystemExit(f"error: {len(self.frozen)} of {len(self.learner.agents)} agents have ended at NaN")
+        if kind is None and self.ended:
+            raise SystemExit(f"error: {len(self.ended)} of {len(self.learner.agents)} agents have ended at NaN")
+
+
+def checkpoints_in(folder):
+    """An agent's newest checkpoint and the one before, which is there only while checkpoints are written."""
+    return Path(folder) / "checkpoint.pt", Path(folder) / "checkpoint.old"
 
 
 if __name__ == "__main__":

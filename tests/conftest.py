@@ -33,6 +33,7 @@ torch.utils._device._device_constructors()  # memoized: not first called in a te
 
 ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")}
 ALGORITHMS |= {"dqn": "dqn", "ppo_atari": "ppo_atari_envpool", "dqn_atari": "dqn_atari", "sac_atari": "sac_atari"}
+ALGORITHMS["ppo_lstm"] = "ppo_lstm"
 ATARI = ("ppo_atari", "dqn_atari", "sac_atari")
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
 TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}
@@ -162,6 +163,7 @@ TINY_RUNS = {  # arguments with which a run takes a second
     "sac_atari": TINY_OFF_POLICY | {"env_id": "Breakout-v5", "batch_size": 8},
 }
 TINY_RUNS["ppo_atari"] |= {"cuda": False}
+TINY_RUNS["ppo_lstm"] = TINY_RUNS["ppo"] | {"env_id": "CartPole-v1", "num_envs": 1, "num_minibatches": 1}
 
 SMALL = {"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64}
 SMALL_LEARNERS = {"sac": SMALL, "td3": SMALL, "dqn": {"batch_size": 32, "buffer_size": 64}}
@@ -178,7 +180,7 @@ def stem(script):
 
 def algorithm(script):
     """The name of a plain or turbo script in ALGORITHMS."""
-    names = {stem: name for name, stem in ALGORITHMS.items()} | {"ppo_lstm": "ppo_lstm"}
+    names = {stem: name for name, stem in ALGORITHMS.items()}
     return names[copies.algorithm(Path(script.__file__))]
 
 
@@ -246,7 +248,6 @@ THOROUGH = (  # tests that are too long for the quick suite, by the beginning of
     "algorithms/test_td3.py::test_turbo_equals_plain",
     "algorithms/test_td3.py::test_values",
     "cuda/test_planted_bugs.py::test_a_planted_bug",
-    "cuda/test_planted_bugs.py::test_the_scripts",
     "cuda/test_training_on_cuda.py",
     "scripts/test_cli.py::test_words",
     "scripts/test_faults.py::test_a_run_goes_on",
@@ -271,7 +272,8 @@ def pytest_collection_modifyitems(items):
     """Mark the thorough tests. Long tests first: a worker that got one last would keep the other one waiting."""
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        if name.startswith(THOROUGH) and not name.startswith(QUICK_TOO):
+        by_hand = item.get_closest_marker("planted")
+        if name.startswith(THOROUGH) and not name.startswith(QUICK_TOO) and not by_hand:
             item.add_marker(pytest.mark.thorough)
     items.sort(key=lambda item: item.path.stem != "test_training_on_cuda")
 
@@ -393,10 +395,8 @@ def gradients(learner, name):
     parameters = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
     if isinstance(optimizer, torch.optim.Optimizer):
         return {key: optimizer.state[parameter]["exp_avg"] for key, parameter in parameters.items()}
-    m = optimizer.m
-    if torch.is_tensor(m):  # one vector for all
-        m = [part.view_as(w) for part, w in zip(m.split([w.numel() for w in optimizer.weights]), optimizer.weights)]
-    moments = dict(zip(parameters, m, strict=True))
+    moments = optimizer.parts(optimizer.m) if hasattr(optimizer, "parts") else optimizer.m
+    moments = dict(zip(parameters, moments, strict=True))
     return unstacked(moments) if isinstance(network, dict) else moments
 
 

@@ -1,44 +1,86 @@
 """Keeps what the scripts share the same text.
 
-python tools/copies.py                                    # names what has drifted apart
-python tools/copies.py leanrl/sac_continuous_action.py    # carries the text of this script to all others
+python tools/copies.py                                             # names what has drifted apart
+python tools/copies.py leanrl/dqn.py                               # carries the text of this script to all others
+python tools/copies.py --add needed_guards leanrl/td3_mine.py ...  # adds a function or class that other scripts have
 
-Every function and class of one name is one text in all scripts, except what is each script's OWN. Networks are one
-text in the scripts of an algorithm. Nothing is added to a script and nothing taken away.
+One text in all scripts are functions, classes and constants of one name, the type and the help of a flag, and the
+version of a package. Networks, and the flags in which algorithms differ, are one text in plain and turbo alone. What is
+each script's own is listed below. Nothing but --add adds to a script, and nothing is taken away.
 """
 
 import ast
+import re
 import sys
+from itertools import accumulate
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN = {"Args", "SAC", "TD3", "PPO", "DQN", "train"}
+OWN_CONSTANTS = {"AT_LEAST_1", "AT_MOST_1", "FIXED"}
+OWN_FLAGS = {"env_id", "total_timesteps", "num_envs", "threads", "resume", "checkpoint_interval", "capture_video"}
+OWN_FLAGS |= {"compile", "cudagraphs", "gamma", "tau", "alpha", "learning_rate", "policy_lr", "q_lr", "max_grad_norm"}
+OWN_FLAGS |= {"buffer_size", "batch_size", "learning_starts", "policy_frequency", "target_network_frequency"}
+OWN_FLAGS |= {"num_steps", "num_minibatches"}
+
+
+def twins(path):
+    """The name that plain and turbo have in common."""
+    return path.stem.removesuffix("_torchcompile")
 
 
 def algorithm(path):
     """The name that the scripts of an algorithm have in common: plain, turbo, and the one for several GPUs."""
-    return path.stem.removesuffix("_torchcompile").replace("multigpu", "envpool")
+    return twins(path).replace("multigpu", "envpool")
 
 
 def is_network(node):
     return isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "nn.Module" for base in node.bases)
 
 
-def shared(path, source):
-    """First and last line of a script's shared functions and classes; keys are equal where the text has to be."""
+def definitions(source):
+    """Functions and classes at the top of a script: by name, the node and the first and last line, counted from 0."""
     places = {}
     for node in ast.parse(source).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name not in OWN:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            key = (node.name, algorithm(path)) if is_network(node) else (node.name,)
-            places[key] = (first - 1, node.end_lineno)
+            places[node.name] = (node, first - 1, node.end_lineno)
+    return places
+
+
+def shared(path, source):
+    """Where the shared texts of a script begin and end; keys are equal where the text has to be."""
+    starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
+    places = {}
+    for name, (node, first, last) in definitions(source).items():
+        if name not in OWN:
+            key = (name, algorithm(path)) if is_network(node) else (name,)
+            places[key] = (starts[first], starts[last])
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name.isupper() and name not in OWN_CONSTANTS:
+                places[name,] = (starts[node.lineno - 1], starts[node.end_lineno])
+        if isinstance(node, ast.ClassDef) and node.name == "Args":
+            places |= flags(path, source, starts[node.lineno], starts[node.end_lineno])
+    for pin in re.finditer(r'"([\w-]+)==([^"]+)"', source):
+        places[pin[1], "version"] = pin.span(2)
+    return places
+
+
+def flags(path, source, begin, end):
+    """Where types and helps of the flags are."""
+    places = {}
+    for field in re.compile(r"^    (\w+): (.+?) = .*  # (.*)$", re.M).finditer(source, begin, end):
+        own = (twins(path),) if field[1] in OWN_FLAGS else ()
+        flag = f"--{field[1].replace('_', '-')}"
+        places |= {(flag, "type", *own): field.span(2), (flag, "help", *own): field.span(3)}
     return places
 
 
 def texts(path, source):
     """The shared texts of a script, by key."""
-    lines = source.splitlines(keepends=True)
-    return {key: "".join(lines[first:last]) for key, (first, last) in shared(path, source).items()}
+    return {key: source[begin:end] for key, (begin, end) in shared(path, source).items()}
 
 
 def drifted(sources):
@@ -53,19 +95,47 @@ def drifted(sources):
 def carry(origin, source, path, target):
     """The text `target` of the script at `path`, with the texts of the script `source` at `origin` where both share."""
     own = texts(origin, source)
-    lines = target.splitlines(keepends=True)
-    for key, (first, last) in sorted(shared(path, target).items(), key=lambda item: -item[1][0]):
+    for key, (begin, end) in sorted(shared(path, target).items(), key=lambda item: -item[1][0]):
         if key in own:
-            lines[first:last] = own[key]
+            target = target[:begin] + own[key] + target[end:]
+    return target
+
+
+def add(name, source, target):
+    """The script `target` with the function or class `name` of the script `source`.
+
+    It comes behind the nearest one that it also follows there, else before the nearest that it precedes.
+    """
+    theirs, ours = definitions(source), definitions(target)
+    _, first, last = theirs[name]
+    lines = target.splitlines(keepends=True)
+    text = source.splitlines(keepends=True)[first:last]
+    names = list(theirs)
+    before = [ours[other][2] for other in names[: names.index(name)] if other in ours]
+    after = [ours[other][1] for other in names[names.index(name) + 1 :] if other in ours]
+    if before:
+        lines[before[-1] : before[-1]] = ["\n", "\n", *text]
+    else:
+        lines[after[0] : after[0]] = [*text, "\n", "\n"]
     return "".join(lines)
 
 
-def main(origin=None):
+def main(words):
     paths = sorted((ROOT / "leanrl").glob("*.py"))
-    if origin:
-        origin = Path(origin)
+    if words[:1] == ["--add"] and len(words) > 2:
+        sources = {path: path.read_text() for path in paths}
+        has_it = [source for source in sources.values() if words[1] in definitions(source)]
+        if not has_it:
+            raise SystemExit(f"error: --add {words[1]}: no script has it")
+        for path in map(Path, words[2:]):
+            if words[1] not in definitions(path.read_text()):
+                path.write_text(add(words[1], has_it[0], path.read_text()))
+    elif len(words) == 1 and Path(words[0]).is_file():
+        origin = Path(words[0])
         for path in paths:
             path.write_text(carry(origin, origin.read_text(), path, path.read_text()))
+    elif words:
+        raise SystemExit(__doc__)
     names = drifted({path: path.read_text() for path in paths})
     if names:
         print(f"these differ between scripts: {', '.join(names)}", file=sys.stderr)
@@ -74,4 +144,4 @@ def main(origin=None):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

@@ -13,6 +13,7 @@ This file needs nothing but torch: it can be copied.
 """
 
 import contextlib
+import math
 import random
 import time
 from collections import Counter, deque
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 aten = torch.ops.aten
 DEVICE = None  # the emulated device, while there is one
 OPERATOR = {"operators": 1}
+FOREACH = (110, 64, 48, 36, 30)  # tensors that a kernel of a `_foreach_` operator takes, by its number of lists
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 CAPTURING = "operation not permitted when stream is capturing"
 CUDA, CPU, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
@@ -461,11 +463,16 @@ def form(value):
 
 
 FORMS = {}
+COSTS = {}
 
 
-def result_forms(operator, args, kwargs):
+def signature(operator, args, kwargs):
+    """All that the form of an operator's results, and what it costs, can depend on; hashable."""
+    return operator, form(args), *[(name, form(value)) for name, value in kwargs.items()]
+
+
+def result_forms(key, operator, args, kwargs):
     """What an operator will return: tensors on C++'s meta device, alone or several. The operator is not run."""
-    key = (operator, form(args), *[(name, form(value)) for name, value in kwargs.items()])
     if key not in FORMS:
         with torch._C._DisableTorchDispatch():
             FORMS[key] = operator(*replaced(args, on_meta), **{k: replaced(v, on_meta) for k, v in kwargs.items()})
@@ -531,15 +538,18 @@ def dispatch(operator, args, kwargs):
 
 def launch(operator, args, kwargs, kind, random_numbers):
     """Allocate what an operator returns, and queue the operator itself."""
+    key = signature(operator, args, kwargs)
     if kind == "writes":
         results = written(operator, args, kwargs)
     else:
-        results = replaced(result_forms(operator, args, kwargs), allocate)
+        results = replaced(result_forms(key, operator, args, kwargs), allocate)
     if kind == "allocates" or (kind == "computes" and not any(x.numel() for x in tensors_in([results]))):
         return results  # nothing to compute, and so no kernel
 
     on_host = {name: CPU if name == "device" and value is not None else value for name, value in kwargs.items()}
-    counts = cost(operator.overloadpacket.__name__, args, results)
+    if key not in COSTS:
+        COSTS[key] = cost(operator.overloadpacket.__name__, args, results)
+    counts = COSTS[key]
     # a host's number is read now, as an argument of the kernel
     args, on_host = replaced(args, frozen), {name: replaced(value, frozen) for name, value in on_host.items()}
     outputs = [] if kind == "writes" else [tensor.memory for tensor in tensors_in([results])]
@@ -567,10 +577,31 @@ def cost(name, args, results):
         whole = tensors[0].nbytes
         sizes = [min(size, max((other for other in sizes if other != whole), default=whole)) for size in sizes]
     counts = Counter(operators=1, bytes=sum(sizes))
+    if name.startswith("_foreach_"):
+        lists = [x for x in (*args, results) if isinstance(x, (list, tuple)) and isinstance(x[0], torch.Tensor)]
+        counts["operators"] = foreach_kernels(lists)
     if name in MATMULS:
         products = list(matmuls(name, args, results))
         counts.update(matmuls=1, **Counter("matmul " + "x".join(map(str, product)) for product in products))
     return counts
+
+
+def foreach_kernels(lists):
+    """How many kernels CUDA launches for a `_foreach_` operator on these lists of tensors.
+
+    They are few where tensors at the same place have the same form and no gaps; else there is one for each.
+    """
+    alike = [{form(tensor) for tensor in tensors} for tensors in zip(*lists, strict=True)]
+    if any(len(forms) > 1 for forms in alike) or not all(map(is_dense, lists[0])):
+        return len(lists[0])
+    blocks = sum(math.ceil(tensor.numel() / 65536) for tensor in lists[0])
+    return max(math.ceil(len(alike) / FOREACH[len(lists) - 1]), math.ceil(blocks / 320))
+
+
+def is_dense(tensor):
+    """Whether a tensor's numbers lie next to each other, in some order."""
+    steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return sum(steps) + 1 == tensor.numel()
 
 
 def matmuls(name, args, results):
@@ -743,6 +774,8 @@ class Functions(TorchFunctionMode):
 
 class Operators(TorchDispatchMode):
     """Catches operators that make tensors on the device out of nothing, inside of autograd's formulas too."""
+
+    _should_skip_dynamo = classmethod(lambda cls: False)  # which takes time at each call, and Dynamo is not here
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}

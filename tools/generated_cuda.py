@@ -154,8 +154,8 @@ class Generated(BaseException):
 def cuda_code(gm, inputs, capability=90, options=None):
     """Inductor's Python module for a graph of aten operators: Triton kernels, and `call`, which launches them.
 
-    `gm` is the graph that AOTAutograd gives to inductor on the CPU, `inputs` are its tensors. The same code is generated
-    once.
+    `gm` is the graph that AOTAutograd gives to inductor on the CPU, `inputs` are its tensors. The code of
+    a graph is generated once.
     """
     key = (gm.code, emulated_cuda.form(inputs), capability, str(options))
     if key not in CODES:
@@ -223,10 +223,11 @@ def assemble(path):
     return len(kernels)
 
 
-UNARY = {
+FUNCTIONS = {
     "abs": np.abs,
     "ceil": np.ceil,
     "cos": np.cos,
+    "div_rn": np.divide,
     "exp": np.exp,
     "exp2": np.exp2,
     "expm1": np.expm1,
@@ -236,7 +237,9 @@ UNARY = {
     "log": np.log,
     "log1p": np.log1p,
     "log2": np.log2,
+    "mul_rn": np.multiply,
     "nearbyint": np.rint,
+    "pow": np.power,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "sin": np.sin,
     "sqrt": np.sqrt,
@@ -249,13 +252,13 @@ class Math:
     """CUDA's libdevice, by NumPy."""
 
     def __getattr__(self, name):
-        if name == "pow":
-            return lambda x, y: self.result(x, np.power(x.handle.data, y.handle.data))
-        return lambda x: self.result(x, UNARY[name](x.handle.data))
+        def call(*args):
+            dtype = args[0].dtype
+            data = np.asarray(FUNCTIONS[name](*(x.handle.data for x in args))).astype(args[0].handle.data.dtype)
+            form = tl.block_type(dtype, list(data.shape)) if args[0].type.is_block() else dtype
+            return tl.core.tensor(interpreter.TensorHandle(data, dtype), form)
 
-    def result(self, x, data):
-        handle = interpreter.TensorHandle(np.asarray(data).astype(x.handle.data.dtype), x.handle.dtype)
-        return tl.core.tensor(handle, x.type)
+        return call
 
 
 class CheckedMemory:
@@ -277,6 +280,11 @@ class CheckedMemory:
         return call
 
     def check(self, addresses, size):
+        if not addresses.size:
+            return
+        first, last = addresses.min(), addresses.max() + max(size, 1)
+        if ((self.ranges[:, 0] <= first) & (last <= self.ranges[:, 1])).any():  # of one tensor, as almost always
+            return
         for begin, end in self.ranges:
             addresses = addresses[(addresses < begin) | (addresses + max(size, 1) > end)]
         if addresses.size:
@@ -303,10 +311,11 @@ class Kernel:
                 "kernels are run by Triton's interpreter: set TRITON_INTERPRET=1 before the program starts"
             )
         heuristics = SimpleNamespace(inductor_meta=None)
-        kinds = ("pointwise", "reduction", "persistent_reduction")
+        kinds = ("pointwise", "reduction", "persistent_reduction", "foreach")
         recorded = SimpleNamespace(**{kind: self.recorder(heuristics) for kind in kinds})
         source = re.sub(r"^triton_helpers\.set_driver_to_gpu\(\)$", "", source, flags=re.M)
         source = re.sub(r"^@triton_heuristics\.", "@triton_heuristics_recorded.", source, flags=re.M)
+        self.fixed_blocks, source = with_large_blocks(source)
         file = f"<{name} {id(self)}>"  # under which triton finds the source
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         namespace = {"triton_heuristics_recorded": recorded, "__name__": name, "__file__": file}
@@ -338,7 +347,8 @@ class Kernel:
             blocks[name] = min(largest, 1024 if reduces else 2**18)
         while math.prod(blocks.values()) > 2**20:  # the most that Triton takes
             blocks[max(blocks, key=blocks.get)] //= 2
-        grid = triton_heuristics.GridExpr.from_meta(self.meta, blocks).eval_slow(given | blocks)
+        sizes = blocks | self.fixed_blocks
+        grid = triton_heuristics.GridExpr.from_meta(self.meta, sizes).eval_slow(given | sizes)
         with MEMORY.only([x for x in args if torch.is_tensor(x)]):
             self.function[grid](*args, **blocks)
 
@@ -347,6 +357,21 @@ class Kernel:
         if name in given:
             return [given[name]]
         return [numel for key, numel in self.meta["combo_grid_meta"].items() if key.startswith(f"{name}_")]
+
+
+def with_large_blocks(source):
+    """A kernel for a `_foreach_` operator, whose blocks have a fixed size, with larger blocks: their size, the source.
+
+    They have to divide each tensor for which there is no mask.
+    """
+    fixed = "XBLOCK: tl.constexpr = 1024"
+    if fixed not in source:
+        return {}, source
+    parts = re.findall(r"^ +xnumel = (\d+)\n.*?xmask = (tl\.full)?", source, re.M | re.S)
+    block = triton.next_power_of_2(max(int(numel) for numel, _ in parts))
+    divisor = math.gcd(*(int(numel) for numel, unmasked in parts if unmasked))
+    block = min(block, divisor & -divisor or block, 2**18)
+    return {"XBLOCK": block}, source.replace(fixed, f"XBLOCK: tl.constexpr = {block}")
 
 
 class Libraries:

@@ -169,7 +169,7 @@ def environments_alone(script, flags, seconds):
         while time.perf_counter() < begin + seconds:
             _, _, terminated, truncated, _ = envs.step(actions[steps % len(actions)])
             if by_hand and (ended := terminated | truncated).any():
-                envs.reset(options={"reset_mask": ended})
+                envs.restart(ended) if hasattr(envs, "restart") else envs.reset(options={"reset_mask": ended})
             steps += 1
         speeds.append(steps * run.args.num_envs / (time.perf_counter() - begin))
         raise Enough

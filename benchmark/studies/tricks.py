@@ -41,62 +41,6 @@ def without(algo, trick):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def flat_adam(*calls):
-    """`calls` of Adam in the script, each with the FlatNetwork whose parameters it is for."""
-    init = """\
-        self.decay = torch.ones_like(self._betas)
-        parameters = list(flat.views(weights).values()) if flat else [weights]
-        optimizer = torch.optim.Adam(parameters, self.lr, (BETA1, BETA2), EPS, capturable=weights.is_cuda)
-        vars(self).update(flat=flat, parameters=parameters, optimizer=optimizer)
-"""
-    step = """\
-        parts = self.flat.views(gradient).values() if self.flat else [gradient]
-        for parameter, part in zip(self.parameters, parts, strict=True):
-            parameter.grad = part
-        return self.optimizer.step()
-        self.decay.mul_(self._betas)"""
-    return Trick(
-        "flat_adam",
-        "Adam.step",
-        "Adam on one flat vector, not `torch.optim.Adam` on each parameter",
-        EAGER,
-        (
-            ("    def __init__(self, weights, lr):\n", "    def __init__(self, weights, lr, flat=None):\n"),
-            ("        self.decay = torch.ones_like(self._betas)  # beta1**t and beta2**t after t steps\n", init),
-            ("        self.decay.mul_(self._betas)", step),
-            ('if name not in ("lr", "_betas")', 'if name not in ("lr", "_betas") and torch.is_tensor(tensor)'),
-            *((call, f"{call[:-1]}, {network})") for call, network in calls),
-        ),
-    )
-
-
-def compiled_acting(where):
-    return Trick(
-        "compiled_acting",
-        where,
-        "acting and storing compiled too",
-        COMPILED,
-        (("            self.store_and_act = compiled(self.store_and_act, mode, options)\n", ""),),
-    )
-
-
-def cpp_wrapper(where):
-    return Trick(
-        "cpp_wrapper",
-        where,
-        "on a CPU, kernels called from C++, not from Python",
-        ("compile",),
-        (('else {"cpp_wrapper": True}', "else {}"),),
-    )
-
-
-NO_MODULE_GUARDS = Trick(
-    "no_module_guards",
-    "compiled",
-    "compiled code without guards on modules, not with them",
-    COMPILED,
-    ((' | {"guard_filter_fn": needed_guards}', ""),),
-)
 OWN_ADAM = Trick(
     "own_adam",
     "Adam.step",
@@ -149,38 +93,42 @@ NEEDED_GUARDS = Trick(
     COMPILED,
     (('            options["guard_filter_fn"] = needed_guards\n', ""),),
 )
-NUMPY_ACTING = Trick(
-    "numpy_acting",
-    "on_host",
-    "acting in NumPy on the layers that acting needs, not by calling the module",
-    ALL,
-    (
-        (
-            "    trial = copy.deepcopy(network)\n",
-            "    return partial(by_torch, network)\n    trial = copy.deepcopy(network)\n",
-        ),
-    ),
-)
 DIRECT_ENVS = Trick(
     "direct_envs",
     "DirectEnvs.step",
     "environments stepped by the script, not by `SyncVectorEnv`",
     ALL,
     (
-        (
-            "        space = self.env.observation_space\n",
-            """\
-        next_obs, rewards, terminated, truncated, infos = self.env.step(actions)
-        last_obs = next_obs
-        if "final_obs" in infos:
-            ended = infos["_final_obs"]
-            last_obs = next_obs.copy()
-            last_obs[ended] = np.stack(infos["final_obs"][ended])
-        return next_obs, last_obs, rewards, terminated, truncated
-""",
-        ),
+        ("envs = DirectEnvs(make_envs(args, folder))", "envs = make_envs(args, folder)"),
+        ("envs.restart(ended)", 'envs.reset(options={"reset_mask": ended})[0]'),
     ),
 )
+
+
+def numpy_acting(function, network):
+    return Trick(
+        "numpy_acting",
+        "numpy_function",
+        "acting in NumPy, not by calling the module",
+        ALL,
+        (
+            (
+                f"        self.{function} = numpy_function(self.{network})\n",
+                f"        self.{function} = lambda x: self.{network}(torch.from_numpy(x)).detach().numpy()\n",
+            ),
+        ),
+    )
+
+
+def cpp_wrapper(where):
+    return Trick(
+        "cpp_wrapper",
+        where,
+        "on a CPU, kernels called from C++, not from Python",
+        ("compile",),
+        (('options["cpp_wrapper"] = True', 'options["cpp_wrapper"] = False'),),
+    )
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # SAC
@@ -237,7 +185,7 @@ TD3 = (
 # ---------------------------------------------------------------------------------------------------------------------
 
 PPO = (
-    NUMPY_ACTING,
+    numpy_acting("mean_actions", "host_agent.actor"),
     DIRECT_ENVS,
     Trick(
         "values_at_once",
@@ -246,11 +194,16 @@ PPO = (
         ALL,
         (
             (
-                '        mean, log_std, values = self.agent(steps["obs"])\n',
                 """\
-        outputs = [self.agent(obs) for obs in steps["obs"].split(self.num_envs)]
-        mean, values = (torch.cat([output[i] for output in outputs]) for i in (0, 2))
-        log_std = outputs[0][1]
+        log_prob = gaussian_log_prob(self.agent.actor(obs), self.agent.log_std, actions)
+        values = self.agent.critic(obs)
+        next_values = self.agent.critic(next_obs)
+""",
+                """\
+        means = torch.stack([self.agent.actor(row) for row in obs])
+        log_prob = gaussian_log_prob(means, self.agent.log_std, actions)
+        values = torch.stack([self.agent.critic(row) for row in obs])
+        next_values = torch.stack([self.agent.critic(row) for row in next_obs])
 """,
             ),
         ),
@@ -262,30 +215,74 @@ PPO = (
         ALL,
         (
             (
-                "    covered = 1\n",
+                "    advantages = deltas\n    covered = 1\n",
                 """\
-    for t in reversed(range(len(rewards) - 1)):
+    advantages = deltas.clone()
+    for t in reversed(range(len(deltas) - 1)):
         advantages[t] += decay[t] * advantages[t + 1]
     return advantages
+    covered = 1
 """,
             ),
         ),
     ),
-    flat_adam(("Adam(self.agent.weights, args.learning_rate)", "self.agent")),
+    Trick(
+        "flat_adam",
+        "ClippedAdam.step",
+        "Adam on one vector of all gradients, not `torch.optim.Adam` on each parameter",
+        EAGER,
+        (
+            (
+                "        self.ones = torch.zeros_like(self.betas)",
+                """\
+        settings = {"eps": self.eps, "capturable": device.type == "cuda"}
+        self.optimizer = torch.optim.Adam(self.weights, lr, (self.beta1, self.beta2), **settings)
+        self.optimizer.param_groups[0]["lr"] = self.lr
+        self.ones = torch.zeros_like(self.betas)""",
+            ),
+            (
+                """\
+        self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
+""",
+                """\
+        for parameter, part in zip(self.weights, self.parts(gradient), strict=True):
+            parameter.grad = part
+        self.optimizer.step()
+        return norm
+""",
+            ),
+        ),
+    ),
     Trick(
         "one_graph",
         "PPO.update_minibatch",
         "Adam in the compiled graph of forward and backward pass, not after it",
         COMPILED,
         (
-            ('self.optimizers["agent"].step(self.agent.weights, gradient * scale)', "return gradient * scale"),
             (
-                "            self.update_minibatch(rows)\n",
-                '            self.optimizers["agent"].step(self.agent.weights, self.update_minibatch(rows))\n',
+                '    def update_minibatch(self):\n        """One step of Adam on the loss of `minibatch`."""\n',
+                "    def compute_gradient(self):\n",
+            ),
+            (
+                """\
+        grad_norm = self.optimizers["agent"].step(gradient)
+        self.store(grad_norm=grad_norm)
+""",
+                """\
+        return gradient
+
+    def update_minibatch(self):
+        grad_norm = self.optimizers["agent"].step(self.compute_gradient())
+        self.store(grad_norm=grad_norm)
+""",
+            ),
+            (
+                "        self.update_minibatch = self.compiled(self.update_minibatch)\n",
+                "        self.compute_gradient = self.compiled(self.compute_gradient)\n",
             ),
         ),
     ),
-    cpp_wrapper("PPO.apply_compile_and_cudagraphs"),
+    cpp_wrapper("PPO.compiled"),
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -293,31 +290,23 @@ PPO = (
 # ---------------------------------------------------------------------------------------------------------------------
 
 DQN = (
+    numpy_acting("forward", "network"),
+    DIRECT_ENVS,
     Trick(
-        "numpy_acting",
-        "in_numpy",
-        "acting in NumPy, not by calling the module",
+        "one_crossing",
+        "BlockReplayBuffer.send",
+        "transitions stored on the device once per update, not one by one",
         ALL,
         (
             (
-                "        self.forward = in_numpy(self.network)\n",
-                "        self.forward = lambda x: self.network(torch.from_numpy(x)).numpy()\n",
+                "        self.collected += len(obs)\n",
+                """\
+        self.collected += len(obs)
+        self.send()
+        self.store()
+""",
             ),
         ),
-    ),
-    Trick(
-        "direct_envs",
-        "DirectEnvs.step",
-        "environments stepped by the script, not by `SyncVectorEnv`",
-        ALL,
-        (("envs = DirectEnvs(make_envs(args, folder))", "envs = make_envs(args, folder)"),),
-    ),
-    Trick(
-        "one_crossing",
-        "DQN.send_block",
-        "transitions stored on the device once per update, not one by one",
-        ALL,
-        (("        self.collected += len(obs)\n", "        self.collected += len(obs)\n        self.store_block()\n"),),
     ),
     OWN_ADAM,
     Trick(
@@ -328,7 +317,7 @@ DQN = (
         (
             (
                 """\
-        self.replay.write(self.block, self.received)
+        self.replay.store()
         batch = self.replay.sample(self.uniform)
         obs, next_obs, actions, rewards, terminated = batch.split""",
                 "        obs, next_obs, actions, rewards, terminated = self.batch.split",
@@ -343,7 +332,7 @@ DQN = (
             (
                 "        self.store_and_learn()\n",
                 """\
-        self.replay.write(self.block, self.received)
+        self.replay.store()
         self.batch.copy_(self.replay.sample(self.uniform))
         self.store_and_learn()
 """,
@@ -351,12 +340,6 @@ DQN = (
         ),
     ),
     NEEDED_GUARDS,
-    Trick(
-        "cpp_wrapper",
-        "DQN.fast",
-        "on a CPU, kernels called from C++, not from Python",
-        ("compile",),
-        (('options["cpp_wrapper"] = True', 'options["cpp_wrapper"] = False'),),
-    ),
+    cpp_wrapper("DQN.fast"),
 )
 TRICKS = {"sac_continuous_action": SAC, "td3_continuous_action": TD3, "ppo_continuous_action": PPO, "dqn": DQN}

@@ -16,6 +16,7 @@ from leanrl.dqn_atari import FrameReplay
 CPU = torch.device("cpu")
 SMALL = (4, 3, 2)
 ATARI = (4, 84, 84)
+COLUMNS = ("obs", "next_obs", "actions", "rewards", "terminated")  # of a transition
 
 
 class StackReplay:
@@ -23,10 +24,7 @@ class StackReplay:
 
     def __init__(self, size, num_envs):
         self.steps = deque(maxlen=size // num_envs)
-
-    def begin(self, obs):
-        self.steps.append([])
-        self.obs = obs
+        self.obs = [None] * num_envs
 
     def store(self, obs, actions, rewards, terminated, is_reset):
         rows = zip(self.obs, obs, actions, rewards, terminated, strict=True)
@@ -35,9 +33,8 @@ class StackReplay:
 
     def columns(self):
         """All transitions that can be drawn, from the oldest to the newest, by name."""
-        names = ("obs", "next_obs", "actions", "rewards", "terminated")
         columns = zip(*itertools.chain(*self.steps), strict=True)
-        return {name: np.stack(column) for name, column in zip(names, columns, strict=True)}
+        return {name: np.stack(column) for name, column in zip(COLUMNS, columns, strict=True)}
 
 
 class Streams:
@@ -59,7 +56,7 @@ class Streams:
     def reset(self):
         self.ended = [""] * self.num_envs
         self.obs = np.stack([np.stack([self.frame()] * SMALL[0]) for _ in range(self.num_envs)])
-        return self.obs
+        return self.obs, {}
 
     def step(self):
         """Arguments for `store`."""
@@ -79,14 +76,13 @@ class Streams:
         return self.obs, actions, rewards, terminated, is_reset
 
 
-def make_replay(size, num_envs, shape=SMALL, device=CPU, storage=None):
-    return FrameReplay(size, num_envs, shape, device, storage or device)
-
-
-def begin(buffers, streams):
-    obs = streams.reset()
+def begin(buffers, envs):
+    """Store what `reset` returns, to which no actions led."""
+    obs, _ = envs.reset()
+    nothing = np.zeros(envs.num_envs)
     for buffer in buffers:
-        buffer.begin(obs)
+        buffer.store(obs, nothing, nothing, nothing, np.ones(envs.num_envs, bool))
+    return obs
 
 
 def advance(buffers, streams, steps=1):
@@ -98,8 +94,13 @@ def advance(buffers, streams, steps=1):
 
 def draw_all(replay, count):
     """What `sample` returns if each of `count` transitions is drawn once, from the oldest to the newest; numpy."""
-    uniform = (torch.arange(count, dtype=torch.float64, device=replay.storage) + 0.5) / count
-    return {name: column.cpu().numpy() for name, column in replay.sample(uniform).items()}
+    uniform = (torch.arange(count, dtype=torch.float64, device=replay.device) + 0.5) / count
+    return {name: column.cpu().numpy() for name, column in sample(replay, uniform).items()}
+
+
+def sample(replay, uniform):
+    """What `replay.sample` returns, by name."""
+    return dict(zip(COLUMNS, replay.sample(uniform), strict=True))
 
 
 def assert_same_transitions(replay, naive):
@@ -115,9 +116,13 @@ def assert_same_transitions(replay, naive):
 @pytest.mark.parametrize(("size", "num_envs"), [(2, 1), (3, 1), (50, 1), (16, 8), (50, 3), (100, 16)])
 def test_transitions_come_out_as_they_went_in(size, num_envs, seed):
     """After each of the steps in which the ring is filled and overwritten several times."""
-    replay, naive, streams = make_replay(size, num_envs), StackReplay(size, num_envs), Streams(num_envs, seed)
+    replay, naive, streams = (
+        FrameReplay(size, num_envs, SMALL, CPU),
+        StackReplay(size, num_envs),
+        Streams(num_envs, seed),
+    )
     begin((replay, naive), streams)
-    for _ in range(max(100, 8 * replay.rows)):
+    for _ in range(max(100, 8 * replay.steps)):
         advance((replay, naive), streams)
         assert_same_transitions(replay, naive)
 
@@ -157,11 +162,9 @@ def test_stacks_are_envpools(game, settings, sights, monkeypatch):
     """
     monkeypatch.setattr(envpool, "make", partial(envpool.make, **settings))
     envs = dqn_atari.AtariEnvs(dqn_atari.Args(env_id=game, num_envs=4), seed=1)
-    replay, naive = make_replay(150, 4, ATARI), StackReplay(150, 4)
+    replay, naive = FrameReplay(150, 4, ATARI, CPU), StackReplay(150, 4)
     generator, seen, ended = np.random.default_rng(0), set(), [""] * 4
-    obs, _ = envs.reset()
-    for buffer in (replay, naive):
-        buffer.begin(obs)
+    obs = begin((replay, naive), envs)
     for step in range(600):
         actions = generator.integers(0, envs.single_action_space.n, 4)
         next_obs, rewards, terminated, truncated, infos = envs.step(actions)
@@ -180,7 +183,7 @@ def test_stacks_are_envpools(game, settings, sights, monkeypatch):
 
 def test_only_resets_are_not_drawn_and_all_others_with_equal_probability():
     """The numbers that draw are cut into one piece of the same length for each transition, at both ends too."""
-    replay, naive, streams = make_replay(60, 3), StackReplay(60, 3), Streams(3)
+    replay, naive, streams = FrameReplay(60, 3, SMALL, CPU), StackReplay(60, 3), Streams(3)
     begin((replay, naive), streams)
     advance((replay, naive), streams, 70)
     rewards = naive.columns()["rewards"]
@@ -188,21 +191,21 @@ def test_only_resets_are_not_drawn_and_all_others_with_equal_probability():
     assert len(set(rewards)) == count < 60
     uniform = np.random.default_rng(0).random(20_000)
     uniform[:2] = 0, np.nextafter(1, 0)
-    drawn = replay.sample(torch.from_numpy(uniform))["rewards"].numpy()
+    drawn = sample(replay, torch.from_numpy(uniform))["rewards"].numpy()
     assert np.array_equal(drawn, rewards[(uniform * count).astype(int)])
 
 
 def test_compiled_in_one_graph_it_does_the_same():
     """Writing and drawing, for several rounds of the ring, without a recompilation."""
     torch._dynamo.reset()
-    replay, naive, streams = make_replay(30, 3), StackReplay(30, 3), Streams(3)
+    replay, naive, streams = FrameReplay(30, 3, SMALL, CPU), StackReplay(30, 3), Streams(3)
     begin((replay, naive), streams)
     uniform = torch.rand(100, dtype=torch.float64)
 
     @partial(torch.compile, fullgraph=True)
     def store_and_sample(*step):
         replay.store(*step)
-        return replay.sample(uniform)
+        return sample(replay, uniform)
 
     for step in range(60):
         values = streams.step()
@@ -217,9 +220,8 @@ def test_compiled_in_one_graph_it_does_the_same():
 
 @pytest.mark.parametrize("num_envs", [1, 8, 256])
 def test_a_million_transitions_take_7_gigabytes(num_envs):
-    replay = make_replay(10**6, num_envs, ATARI, torch.device("meta"))
-    assert replay.size > 10**6 - num_envs
-    tensors = replay.filled(replay.rows, replay.size).values()
+    replay = FrameReplay(10**6, num_envs, ATARI, torch.device("meta"))
+    tensors = replay.tensors(replay.steps).values()
     assert 84 * 84 * 10**6 < sum(tensor.nbytes for tensor in tensors) < 7.2e9
 
 
@@ -233,12 +235,15 @@ def reload(replay):
 
 
 @pytest.mark.parametrize("begins_anew", [False, True])
-@pytest.mark.parametrize("piece", [7, 2**15])
 @pytest.mark.parametrize("steps", [0, 5, 33, 200])
-def test_a_restored_buffer_goes_on(steps, piece, begins_anew, monkeypatch):
+def test_a_restored_buffer_goes_on(steps, begins_anew):
     """With the same games, or with new ones, as in a run that is resumed."""
-    monkeypatch.setattr(FrameReplay, "PIECE", piece)
-    replay, restored, naive, streams = make_replay(100, 3), make_replay(100, 3), StackReplay(100, 3), Streams(3)
+    replay, restored, naive, streams = (
+        FrameReplay(100, 3, SMALL, CPU),
+        FrameReplay(100, 3, SMALL, CPU),
+        StackReplay(100, 3),
+        Streams(3),
+    )
     begin((replay, naive), streams)
     advance((replay, naive), streams, steps)
     state, _ = reload(replay)
@@ -253,24 +258,33 @@ def test_a_restored_buffer_goes_on(steps, piece, begins_anew, monkeypatch):
 
 
 def test_a_checkpoint_has_what_is_stored_and_is_no_copy():
-    """The pieces are the buffer's own memory, and torch.save writes no more than them."""
-    replay, streams = make_replay(10**6, 2), Streams(2)
+    """It is the buffer's own memory, and of a large tensor torch.save writes no more than what is filled."""
+    replay, streams = FrameReplay(10**6, 2, SMALL, CPU), Streams(2)
     begin([replay], streams)
     advance([replay], streams, 30)
-    state = replay.state_dict()
-    first = state["frames"][0]
-    assert first.data_ptr() == replay.frames.data_ptr() and first.untyped_storage().nbytes() == 31 * 2 * 6
+    frames = replay.state_dict()["frames"]
+    assert frames.data_ptr() == replay.columns["frames"].data_ptr()
+    assert frames.untyped_storage().nbytes() == 31 * 2 * 6
     _, size = reload(replay)
-    assert size < 10_000
+    assert size < replay.stored_before.nbytes + 10_000
 
 
-def test_pieces_are_small():
-    """So that of a buffer on a device no more is on the host at a time."""
-    replay = make_replay(2 * FrameReplay.PIECE, 1)
-    replay.written.fill_(10**9)
-    pieces = replay.state_dict()["frames"]
-    assert [len(piece) for piece in pieces] == [FrameReplay.PIECE, FrameReplay.PIECE, 4]
-    assert all(piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces)
+def test_a_buffer_that_has_been_used_forgets():
+    """What is loaded into it replaces all that it had."""
+    replay, used, naive, streams = (
+        FrameReplay(100, 3, SMALL, CPU),
+        FrameReplay(100, 3, SMALL, CPU),
+        StackReplay(100, 3),
+        Streams(3),
+    )
+    begin([used], streams)
+    advance([used], streams, 200)
+    begin((replay, naive), streams)
+    advance((replay, naive), streams, 20)
+    used.load_state_dict(reload(replay)[0])
+    for _ in range(100):
+        advance((used, naive), streams)
+        assert_same_transitions(used, naive)
 
 
 CUDA = torch.device("cuda")
@@ -279,7 +293,7 @@ CUDA = torch.device("cuda")
 @pytest.mark.gpu
 class TestOnCuda:
     def test_a_graph_writes_and_draws_and_nothing_waits(self):
-        replay, naive, streams = make_replay(50, 3, device=CUDA), StackReplay(50, 3), Streams(3)
+        replay, naive, streams = FrameReplay(50, 3, SMALL, CUDA), StackReplay(50, 3), Streams(3)
         begin((replay, naive), streams)
         inputs = [torch.as_tensor(values, device=CUDA) for values in streams.step()]
         uniform = torch.rand(100, dtype=torch.float64)
@@ -287,13 +301,13 @@ class TestOnCuda:
         torch.cuda.set_sync_debug_mode("error")
         try:
             replay.store(*inputs)
-            replay.sample(on_device)
+            sample(replay, on_device)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             replay.store(*inputs)
-            columns = replay.sample(on_device)
+            columns = sample(replay, on_device)
         for step in range(100):
             values = streams.step()
             naive.store(*values)
@@ -306,18 +320,17 @@ class TestOnCuda:
                 for name, column in columns.items():
                     assert np.array_equal(column.cpu().numpy(), wanted[name][rows]), name
 
-    @pytest.mark.parametrize("storage", [CPU, CUDA])
-    def test_batches_and_checkpoints(self, storage, monkeypatch):
-        """Batches are on the device wherever the buffer is; what is saved on one comes back on the other."""
-        monkeypatch.setattr(FrameReplay, "PIECE", 16)
-        replay, naive, streams = make_replay(50, 3, SMALL, CUDA, storage), StackReplay(50, 3), Streams(3)
+    @pytest.mark.parametrize(("first", "second"), [(CPU, CUDA), (CUDA, CPU)])
+    def test_batches_and_checkpoints(self, first, second):
+        """What is saved on one device comes back on the other, and batches are where the buffer is."""
+        replay, restored = FrameReplay(50, 3, SMALL, first), FrameReplay(50, 3, SMALL, second)
+        naive, streams = StackReplay(50, 3), Streams(3)
         begin((replay, naive), streams)
         advance((replay, naive), streams, 40)
-        columns = replay.sample(torch.zeros(5, dtype=torch.float64, device=storage))
-        assert all(column.is_cuda for column in columns.values())
         assert_same_transitions(replay, naive)
         state, _ = reload(replay)
-        restored = make_replay(50, 3, SMALL, CUDA, CPU if storage == CUDA else CUDA)
         restored.load_state_dict(state)
         advance((restored, naive), streams, 10)
         assert_same_transitions(restored, naive)
+        columns = restored.sample(torch.zeros(5, dtype=torch.float64, device=second))
+        assert {column.device.type for column in columns} == {second.type}

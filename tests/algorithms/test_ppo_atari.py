@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import sys
 from unittest.mock import patch
 
 import conftest
@@ -114,8 +113,8 @@ def roll_out(learners, envs, obs=None):
         actions = first.act(t, obs)
         for learner in learners[1:]:
             learner.act(t, obs)
-            decided = [first.rollout[name][t] for name in TURBO.DECISIONS]
-            learner.decisions[t] = torch.stack(decided, -1)
+            for name in ("actions", "log_prob", "values"):
+                learner.rollout[name][t] = first.rollout[name][t]
         obs, rewards, terminated, truncated, infos = envs.step(actions)
         for learner in learners:
             learner.record(t, rewards, terminated, truncated, infos["is_reset"])
@@ -131,18 +130,19 @@ def columns_of(learner, last_obs):
     steps = (learner.args.num_steps, learner.args.num_envs)
     if is_plain(learner):
         batch = learner.make_batch(last_obs)
-        return learner.rollout | {name: column.unflatten(0, steps) for name, column in batch.items()}
-    with patch.object(learner, "learn", learner.make_batch):
-        learner.update(0.0, last_obs)
-    columns = TURBO.split_columns(learner.outcomes, TURBO.OUTCOMES)
-    return columns | {n: c.view(steps) for n, c in TURBO.split_columns(learner.batch, TURBO.BATCH).items()}
+    else:
+        with patch.object(learner, "learn_epoch", lambda: None):
+            learner.update(1.0, last_obs)
+        batch = learner.batch
+    names = ("actions", "log_prob", "values", "valid", "advantages", "returns")
+    return learner.rollout | {name: batch[name].unflatten(0, steps) for name in names}
 
 
 def values_of(learner, obs):
     """V of obs, numpy, (batch, 4, 84, 84): (batch,)."""
     obs = torch.from_numpy(obs).to(learner.device)
     with torch.no_grad():
-        _, values = learner.agent(obs)
+        _, values = learner.agent.logits_and_values(obs)
     return values.cpu().double().numpy()
 
 
@@ -212,31 +212,29 @@ def test_an_episode_that_ends_with_the_rollout_is_not_learnt_from_in_the_next(sc
     assert np.array_equal(np.concatenate((first, second)), letters != "r")
 
 
-def random_rows(learner, count, valid, seed=0):
-    """Arguments for `loss` of random transitions."""
+def random_rows(count, valid, seed=0):
+    """Rows of a batch, by column."""
     torch.manual_seed(seed)
-    obs = torch.randint(0, 256, (count, *SHAPE), dtype=torch.uint8)
-    columns = {name: torch.randn(count) for name in TURBO.BATCH}
-    columns |= {"actions": torch.randint(4, (count,)).float(), "valid": torch.as_tensor(valid, dtype=torch.float32)}
-    columns["log_prob"] = columns["log_prob"] / 10 - 1.4
-    if is_plain(learner):
-        return (columns | {"obs": obs},)
-    return (learner.agent.weights, obs, columns)
+    rows = {name: torch.randn(count) for name in ("log_prob", "values", "advantages", "returns")}
+    rows["obs"] = torch.randint(0, 256, (count, *SHAPE), dtype=torch.uint8)
+    rows["actions"] = torch.randint(4, (count,))
+    rows["valid"] = torch.as_tensor(valid, dtype=torch.float32)
+    rows["log_prob"] = rows["log_prob"] / 10 - 1.4
+    return rows
 
 
 @pytest.mark.parametrize("norm_adv", [False, True])
 def test_the_loss_is_that_of_the_valid_rows_alone(script, norm_adv):
     learner = make_learner(script, norm_adv=norm_adv)
     valid = np.array([1, 0, 1, 1, 0, 1, 1, 0])
-    *first, columns = random_rows(learner, 8, valid)
-    kept = {name: column[valid == 1] for name, column in columns.items()}
-    some = [*first[:1], first[1][valid == 1]] if first else []
+    rows = random_rows(8, valid)
+    kept = {name: column[valid == 1] for name, column in rows.items()}
     with torch.no_grad():
-        got, wanted = learner.loss(*first, columns), learner.loss(*some, kept)
+        got, wanted = learner.loss(rows), learner.loss(kept)
     torch.testing.assert_close(got[:3], wanted[:3])
     if norm_adv:
         used = kept["advantages"]
-        torch.testing.assert_close(script.masked_variance(columns["advantages"], columns["valid"]), used.var())
+        torch.testing.assert_close(script.masked_variance(rows["advantages"], rows["valid"]), used.var())
 
 
 def test_the_variance_of_one_row_is_zero(script):
@@ -270,8 +268,7 @@ def test_what_is_in_steps_that_start_an_episode_changes_nothing(script, monkeypa
         for t in range(16):
             actions = learner.act(t, obs)
             reset_next = envs.ended
-            actions_of = learner.rollout["actions"] if script is PLAIN else learner.decisions[..., 0]
-            actions_of[t][torch.from_numpy(reset_next)] = 0.0 if reset_rewards else 3.0
+            learner.rollout["actions"][t][torch.from_numpy(reset_next)] = 0 if reset_rewards else 3
             obs, rewards, terminated, truncated, infos = envs.step(actions)
             learner.record(t, rewards, terminated, truncated, infos["is_reset"])
         torch.manual_seed(0)
@@ -291,7 +288,6 @@ def test_turbo_equals_plain(mode, kwargs, monkeypatch):
     """
     kwargs = {"num_envs": 4, "num_steps": 10, "num_minibatches": 5, "update_epochs": 1} | kwargs
     plain, turbo = make_learner(PLAIN, **kwargs), make_learner(TURBO, **kwargs, **MODES[mode])
-    plain.networks = {"agent": plain.agent}
     copy_networks(plain, turbo)
     fix_order(monkeypatch)
     envs = make_envs(PLAIN)
@@ -311,19 +307,18 @@ def test_turbo_decides_as_plain_does():
     plain, turbo = make_learner(PLAIN), make_learner(TURBO)
     copy_networks(plain, turbo)
     obs = make_envs(PLAIN, 2).reset()[0]
-    turbo.t.fill_(3)
     actions = torch.from_numpy(turbo.act(3, obs))
     with torch.no_grad():
-        logits, values = plain.agent(torch.from_numpy(obs))
+        logits, values = plain.agent.logits_and_values(torch.from_numpy(obs))
     log_prob = logits.log_softmax(-1)[torch.arange(2), actions]
-    torch.testing.assert_close(turbo.decisions[3], torch.stack((actions.float(), log_prob, values), -1))
+    decided = {name: turbo.rollout[name][3] for name in ("actions", "log_prob", "values")}
+    torch.testing.assert_close(decided, {"actions": actions, "log_prob": log_prob, "values": values})
 
 
 def test_actions_are_drawn_by_their_probabilities(script):
     learner = make_learner(script, num_envs=200)
-    network = learner.agent if script is PLAIN else learner.agent.network
-    network.actor.weight.data.zero_()
-    network.actor.bias.data.copy_(torch.tensor([0.5, 0.3, 0.15, 0.05]).log())
+    learner.agent.actor.weight.data.zero_()
+    learner.agent.actor.bias.data.copy_(torch.tensor([0.5, 0.3, 0.15, 0.05]).log())
     obs = np.zeros((200, *SHAPE), np.uint8)
     actions = np.concatenate([learner.act(t, obs) for t in range(10)])
     np.testing.assert_allclose(np.bincount(actions, minlength=4) / 2000, [0.5, 0.3, 0.15, 0.05], atol=0.04)
@@ -335,9 +330,9 @@ def test_target_kl_ends_the_epochs(script, target_kl, epochs):
     count = itertools.count()
     update_minibatch = learner.update_minibatch
 
-    def counting(rows):
+    def counting(*rows):
         next(count)
-        return update_minibatch(rows)
+        return update_minibatch(*rows)
 
     learner.update_minibatch = counting
     learner.update(1e-3, roll_out([learner], make_envs(script, 2)))
@@ -348,9 +343,9 @@ def test_every_transition_is_drawn_once_an_epoch(script):
     learner = make_learner(script, update_epochs=3)
     update_minibatch, drawn = learner.update_minibatch, []
 
-    def watched(rows):
-        drawn.append(rows["log_prob"] if script is PLAIN else learner.batch[rows, 1])
-        return update_minibatch(rows)
+    def watched(*rows):
+        drawn.append(rows[0]["log_prob"] if script is PLAIN else learner.batch["log_prob"][learner.rows])
+        return update_minibatch(*rows)
 
     learner.update_minibatch = watched
     learner.update(1e-3, roll_out([learner], make_envs(script, 2)))
@@ -451,13 +446,12 @@ class TestEnvpool:
         assert np.array_equal(frames(2**31 + 3), frames(3)) and not np.array_equal(frames(3), frames(4))
 
     @pytest.mark.parametrize("name", ["Brakeout-v5", "HalfCheetah-v5", "Pendulum-v1"])
-    def test_an_unknown_game_is_refused_with_the_nearest_names(self, script, name, tmp_path, capsys):
+    def test_an_unknown_game_is_refused(self, script, name, tmp_path, capsys):
         with pytest.raises(SystemExit) as error:
             script.train(script.Args(env_id=name, run_dir=str(tmp_path / "runs")))
         (line,) = capsys.readouterr().err.splitlines()
-        assert error.value.code == 2 and line.startswith(f"error: --env-id {name}: name a game that envpool has, ")
-        assert name != "Brakeout-v5" or "Breakout-v5" in line
-        assert not any((tmp_path / "runs").iterdir())
+        assert error.value.code == 2 and line.startswith(f"error: --env-id {name}: name an Atari game of envpool, ")
+        assert not (tmp_path / "runs").exists()
 
     def test_a_resumed_run_plays_other_games(self, script, tmp_path, monkeypatch):
         sizes = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1, "run_dir": str(tmp_path)}
@@ -472,15 +466,14 @@ class TestEnvpool:
         """policy.pt2 chooses the actions with the largest logits."""
         sizes = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 64, "run_dir": str(tmp_path)}
         learners = []
-        script.train(script.Args(**sizes), lambda run: learners.append(run.learner))
+        train(script, script.Args(**sizes), on_start=lambda run: learners.append(run.learner))
         (folder,) = tmp_path.iterdir()
         exported = torch.export.load(folder / "policy.pt2").module()
         for batch in (1, 7):
             obs = torch.randint(0, 256, (batch, *SHAPE), dtype=torch.uint8)
             with torch.no_grad():
-                logits, _ = learners[0].agent(obs)
+                logits, _ = learners[0].agent.logits_and_values(obs)
             assert torch.equal(exported(obs), logits.argmax(-1))
-            assert torch.equal(exported(obs), learners[0].policy()(obs))
 
     def check_a_run_of_breakout(self, script, run_dir, **flags):
         """2048 steps, after which games have ended, and the policy has changed but can still be anything."""
@@ -489,7 +482,7 @@ class TestEnvpool:
         train(script, args, on_log=lambda learner, losses, step: logged.append(losses))
         (folder,) = run_dir.iterdir()
         summary = json.loads((folder / "summary.json").read_text())
-        assert summary["global_step"] == 2048 and summary["episodes"] > 0 and summary["steady_sps"] > 0
+        assert summary["global_step"] == 2048 and summary["episodes"] > 0
         assert all(value in range(20) for value in scalars(folder, "charts/episodic_return"))
         entropies = [losses["entropy"] for losses in logged]
         assert entropies[0] == pytest.approx(np.log(4), abs=1e-3) and 1 < entropies[-1] < np.log(4) - 1e-5
@@ -511,15 +504,6 @@ class TestEnvpool:
         script.train(script.Args(capture_video=True, run_dir=str(tmp_path), **sizes))
         (folder,) = tmp_path.iterdir()
         assert [video.suffix for video in (folder / "videos").iterdir()][:1] == [".mp4"]
-
-    def test_videos_that_cannot_be_recorded_are_refused(self, script, tmp_path, monkeypatch, capsys):
-        """moviepy is missing."""
-        monkeypatch.setitem(sys.modules, "moviepy", None)
-        with pytest.raises(SystemExit) as error:
-            script.train(script.Args(num_envs=2, capture_video=True, run_dir=str(tmp_path)))
-        (line,) = capsys.readouterr().err.splitlines()
-        assert error.value.code == 2 and line.startswith("error: --capture-video True: ") and "MoviePy" in line
-        assert not list(tmp_path.iterdir())
 
 
 def train_on_cuda(iterations, target_kl=None, **mode):
@@ -546,7 +530,7 @@ def advance_on_cuda(learner, iterations):
 def test_modes_agree(mode, target_kl, iterations):
     """Before and after capture, a mode has made exactly the updates that eager code makes."""
     wanted, got = train_on_cuda(iterations, target_kl), train_on_cuda(iterations, target_kl, **MODES[mode])
-    assert got.optimizers["agent"].decay[0].item() == pytest.approx(0.9 ** (4 * iterations))
+    assert 1 - got.optimizers["agent"].ones[0].item() == pytest.approx(0.9 ** (4 * iterations))
     assert_close_in_norm(learnt(got), learnt(wanted), 1e-5 if iterations == 1 else 1e-3, least=1e-6)
 
 
@@ -583,8 +567,8 @@ def test_a_checkpoint_continues_in_captured_graphs(mode):
     for _ in range(2):
         learner.load_state_dict(state)
         advance_on_cuda(learner, 1)
-        results.append(learner.agent.weights.clone())
-    assert torch.allclose(*results, rtol=1e-4, atol=1e-5)
+        results.append(clones(conftest.networks(learner)))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
     bias = conftest.networks(learner)["agent"]["actor.bias"]
     assert not torch.equal(bias.cpu(), state["networks"]["agent"]["actor.bias"])
 
@@ -594,4 +578,4 @@ def test_training_on_cuda(tmp_path):
     sizes = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 256, "cudagraphs": True}
     TURBO.train(TURBO.Args(run_dir=str(tmp_path), **sizes))
     summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
-    assert summary["cudagraphs"] and summary["steady_sps"] > 0 and summary["device"] != "cpu"
+    assert summary["cudagraphs"] and summary["device"] != "cpu"

@@ -50,15 +50,15 @@ def test_ring_buffer_holds_the_newest_transitions(turbo, num_envs):
         learner.observe(**row)
     newest = np.concatenate(sent)[-10:]
     assert int(learner.replay.stored) == 25 * num_envs
-    assert sorted(learner.replay.rows[:10].tolist()) == sorted(newest.tolist())
+    assert sorted(learner.replay.rows.tolist()) == sorted(newest.tolist())
 
 
 @pytest.mark.parametrize("filled", [1, 5, 10])
 def test_replay_draws_every_stored_row_and_no_other(turbo, filled):
     learner = make_learner(turbo, buffer_size=10, batch_size=500)
-    learner.replay.rows.copy_(torch.arange(11.0)[:, None].expand_as(learner.replay.rows))
+    learner.replay.rows.copy_(torch.arange(10.0)[:, None].expand_as(learner.replay.rows))
     learner.replay.stored.fill_(filled)
-    assert set(learner.replay.sample(learner.uniform.uniform_())["obs"][:, 0].tolist()) == set(range(filled))
+    assert set(learner.replay.sample(learner.uniform.uniform_())[:, 0].tolist()) == set(range(filled))
 
 
 @pytest.mark.parametrize(("env_id", "ends"), [("Truncates-v0", 0.0), ("Terminates-v0", 1.0)])
@@ -112,18 +112,6 @@ def test_actions_are_the_environments_to_keep(turbo):
     assert not np.array_equal(learner.next_actions(), kept) and np.array_equal(first, kept)
 
 
-def test_warm_up_counts_the_updates_of_this_process(turbo):
-    """A restored learner has to compile again, however many updates it has behind it."""
-    learner = make_learner(turbo)
-    assert learner.warmup_updates == 3 * 2
-    for _ in range(4):
-        learner.observe(**transitions(learner, np.random.default_rng(0)))
-        learner.update()
-    restored = make_learner(turbo)
-    restored.load_state_dict(learner.state_dict())
-    assert restored.updates == 4 and restored.warmup_updates == 4 + 3 * 2
-
-
 def test_compiled_functions_have_one_graph_and_do_not_recompile(turbo):
     """`fullgraph=True` raises on a graph break; here a second kind of data, or a recompile, would raise too."""
     torch._dynamo.reset()
@@ -138,7 +126,7 @@ def test_compiled_functions_have_one_graph_and_do_not_recompile(turbo):
             learner.observe(**transitions(learner, generator))
             learner.update()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs == 3, "acting, critics, actor"
+    assert graphs == 4, "acting, critics, actor, target networks"
 
 
 @pytest.mark.gpu
@@ -188,7 +176,7 @@ def test_a_checkpoint_continues_in_captured_graphs(turbo, mode):
     """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
     learner = learner_on_cuda(turbo, mode)
     advance(learner, 10)
-    state = learner.state_dict()
+    state = saved(learner)
     wanted = advance(learner, 5, seed=1)
     learner.load_state_dict(state)
     np.testing.assert_allclose(advance(learner, 5, seed=1), wanted, rtol=1e-4, atol=1e-4)
@@ -200,4 +188,4 @@ def test_training_on_cuda(turbo, tmp_path):
     args.cudagraphs = True
     turbo.train(args)
     summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
-    assert summary["cudagraphs"] and summary["steady_sps"] > 0 and summary["device"] != "cpu"
+    assert summary["cudagraphs"] and summary["global_step"] == 500 and summary["device"] != "cpu"

@@ -177,6 +177,23 @@ class TestOneStream:
         torch.autograd.grad(output.sum(), (images, weight))
         assert device.counts["matmul 1x32x4x75"] == 2
 
+    @pytest.mark.parametrize(
+        ("sizes", "transposed", "kernels"),
+        [
+            ([(3,)] * 40, False, 1),
+            ([(3,)] * 200, False, 4),  # 64 pairs of tensors a kernel
+            ([(2000, 2000)] * 6, False, 2),  # 320 blocks of 65,536 numbers a kernel
+            ([(3, 2)] * 6, True, 6),
+        ],
+    )
+    def test_kernels_of_foreach_operators_are_counted(self, sizes, transposed, kernels, device):
+        lists = [[torch.empty(size, device="cuda") for size in sizes] for _ in range(2)]
+        if transposed:
+            lists[1] = [torch.empty(size[::-1], device="cuda").t() for size in sizes]
+        device.counts.clear()
+        torch._foreach_add_(*lists)
+        assert device.counts["operators"] == kernels
+
     def test_an_index_counts_what_it_picks(self, device):
         rows, i = torch.zeros(1000, 4, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
         device.counts.clear()

@@ -33,8 +33,8 @@ FUNCTIONS = {  # that are compiled
 }
 LEFT_TO_EAGER = {"convolution_backward"}  # operators that inductor does not generate: cuDNN's
 SHORT = {
-    "sac": {"total_timesteps": 56},
-    "td3": {"total_timesteps": 56},
+    "sac": {"total_timesteps": 46},
+    "td3": {"total_timesteps": 46},
     "dqn": {"total_timesteps": 80},
     "ppo": {"total_timesteps": 48},
     "ppo_lstm": {"num_steps": 4, "total_timesteps": 48},

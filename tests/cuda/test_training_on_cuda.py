@@ -32,6 +32,7 @@ OTHERS = {  # other settings take other ways through the code
     "ppo_atari": {"num_envs": 3, "target_kl": 1e-4, "norm_adv": False, "clip_vloss": False} | TF32,
     "dqn_atari": {"num_envs": 3, "train_frequency": 1, "tau": 0.5} | TF32,
     "sac_atari": {"num_envs": 3, "update_frequency": 3, "autotune": False, "tau": 0.5},
+    "ppo_lstm": {"env_id": "Unequal-v0", "cell": "gru", "target_kl": 1e-4},
 }
 SETTINGS = [(name, 1, {}) for name in TURBO] + [(name, 3, OTHERS[name]) for name in TURBO]
 

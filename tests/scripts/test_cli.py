@@ -142,7 +142,7 @@ CASES = [
     pytest.param(module, arguments, id=f"{stem(module)}-{arguments}")
     for modules in (PLAIN, TURBO)
     for name, module in modules.items()
-    for arguments in [*(BAD_INPUTS if module in (PLAIN["sac"], TURBO["dqn"]) else []), *OWN_INPUTS[name]]
+    for arguments in [*(BAD_INPUTS if module in (PLAIN["sac"], TURBO["dqn"]) else []), *OWN_INPUTS.get(name, [])]
 ]
 
 

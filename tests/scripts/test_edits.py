@@ -96,15 +96,15 @@ def random_columns(learner, seed):
     columns = {name: generator.standard_normal((n, learner.obs_dim)) for name in ("obs", "next_obs")}
     columns |= {name: generator.standard_normal(n) for name in ("rewards", "discounts")}
     columns |= {"actions": generator.integers(learner.num_actions, size=n), "terminated": generator.random(n) < 0.1}
-    return {name: columns[name] for name in inspect.signature(learner.collect).parameters}
+    return {name: columns[name] for name in inspect.signature(learner.replay.collect).parameters}
 
 
 def take_step(learner, seed):
     """What `train` does with the learner between two updates, on random data, and the update."""
     if hasattr(learner, "observe"):
         learner.observe(**random_columns(learner, seed))
-    elif hasattr(learner, "collect"):
-        learner.collect(**random_columns(learner, seed))
+    elif hasattr(learner, "num_actions"):
+        learner.replay.collect(**random_columns(learner, seed))
     else:
         rollouts(learner)([learner], seed)
     update(learner)
@@ -303,10 +303,12 @@ def test_discrete_actions_are_the_same_in_plain_and_turbo_and_follow_the_policy(
     plain.agent.actor[-1].weight.data *= 100  # starts almost uniform
     copy_networks(plain, turbo)
     obs = np.tile(np.array([1, -1, 2, 0.5], np.float32), (1000, 1))
-    logits, _ = plain.agent(torch.as_tensor(obs[:1]))
+    logits = plain.agent.actor(torch.as_tensor(obs[:1]))
     chosen = []
     for learner in (plain, turbo):
         torch.manual_seed(0)
+        if learner is turbo:
+            learner.start_rollout()
         chosen.append(np.stack([learner.act(t, obs) for t in range(16)]))
     np.testing.assert_array_equal(*chosen)
     assert chosen[0].mean() == pytest.approx(logits.softmax(-1)[0, 1].item(), abs=0.02)
@@ -318,7 +320,7 @@ def test_other_than_discrete_actions_are_refused(kind, tmp_path, capsys):
     for env_id in ("Pendulum-v1", "CountsFromOne-v0"):
         with pytest.raises(SystemExit):
             module.train(module.Args(env_id=env_id, run_dir=str(tmp_path / "runs")))
-        assert "choose an environment with discrete actions that count from 0" in capsys.readouterr().err
+        assert "actions must be discrete and count from 0" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

@@ -23,12 +23,14 @@ import pytest
 import torch
 from conftest import MULTI, assert_close_in_norm, clones, leaves, load_copy, scalars, stem
 
+from common import scripts
+
 TURBO = conftest.TURBO["ppo_atari"]
 SHAPE = (4, 84, 84)
 SIZES = {"num_steps": 16, "num_minibatches": 4, "update_epochs": 2, "cuda": False, "threads": 1}
 ITERATION = 16 * 12  # steps of an iteration with 12 games, which 2 and 3 ranks can share
 SIZES |= {"num_envs": 12, "total_timesteps": 3 * ITERATION}
-PATIENCE = 3  # seconds that a rank waits for the others; a test takes longer only if a rank hangs
+PATIENCE = 120  # seconds that a rank waits for the others; a test takes as long only if a rank hangs
 
 
 class Games:
@@ -69,18 +71,18 @@ class Games:
         return obs, np.sign(rewards), self.ended, never, infos
 
 
-def become(script, rank, ranks, port, stderr):
+def become(script, rank, ranks, port, stderr, patience=PATIENCE):
     """Make this process a rank of `script`, as torchrun does with its environment variables."""
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     sys.stderr = sys.__stderr__ = stderr.open("w", buffering=1)
     script.RANK = script.LOCAL_RANK = rank
     script.WORLD_SIZE = script.LOCAL_WORLD_SIZE = ranks
-    script.TIMEOUT = timedelta(seconds=PATIENCE)
+    script.TIMEOUT = timedelta(seconds=patience)
     script.make_pool = lambda args, seed: Games(args.num_envs, seed)
-    torch.export.export = None  # no policies, to save time
+    torch.export.export = torch.export.save = lambda *args, **kwargs: None  # no policies, to save time
 
 
-def launch(script, ranks, program, folder, limit=60):
+def launch(script, ranks, program, folder, patience=PATIENCE):
     """Run `program(rank)` as each rank of `script`; returns their exit codes, and what they wrote to stderr."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
@@ -89,13 +91,13 @@ def launch(script, ranks, program, folder, limit=60):
     errors = [folder / f"stderr_{rank}" for rank in range(ranks)]
 
     def run(rank):
-        become(script, rank, ranks, port, errors[rank])
+        become(script, rank, ranks, port, errors[rank], patience)
         program(rank)
 
     processes = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + 2 * PATIENCE
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0))
     codes = [process.exitcode for process in processes]
@@ -109,7 +111,7 @@ def launch(script, ranks, program, folder, limit=60):
 def lines(path):
     """What a rank has written to stderr, without its progress bar."""
     text = path.read_text().replace("\r", "\n")
-    return [line for line in text.splitlines() if line.strip() and "step/s" not in line and "no policy.pt2" not in line]
+    return [line for line in text.splitlines() if line.strip() and "step/s" not in line]
 
 
 def learn(script, folder, on_log=lambda run, losses: None, on_start=lambda run: None, **kwargs):
@@ -122,16 +124,17 @@ def learn(script, folder, on_log=lambda run, losses: None, on_start=lambda run: 
         def watched(losses):
             on_log(run, losses)
             learned["losses"].append(losses)
-            learned["weights"].append(run.learner.agent.weights.clone())
+            weights = run.learner.agent.parameters()
+            learned["weights"].append(torch.cat([w.detach().flatten() for w in weights]))
             learned["adam"].append(clones(run.learner.optimizers["agent"].tensors()))
-            learned["actions"] = run.learner.decisions[..., 0].clone()
+            learned["actions"] = run.learner.rollout["actions"].clone()
             torch.save(learned, folder / f"learned_{getattr(script, 'RANK', 0)}")
             log(losses)
 
         run.log = watched
         on_start(run)
 
-    script.train(script.Args(**SIZES | {"run_dir": str(folder / "runs")} | kwargs), watch)
+    scripts.train(script, script.Args(**SIZES | {"run_dir": str(folder / "runs")} | kwargs), watch)
 
 
 def learned(folder, ranks):
@@ -203,11 +206,11 @@ def same_numbers(ranks, rank):
     def on_start(run):
         learner = run.learner
         generator = torch.Generator().manual_seed(5)
-        shape = (SIZES["num_steps"], SIZES["num_envs"], learner.num_actions)
+        shape = (SIZES["num_envs"], learner.noise.shape[-1])
         games = slice(rank * share, (rank + 1) * share)
 
         def exponential():
-            learner.noise.copy_(torch.empty(shape).exponential_(generator=generator)[:, games])
+            learner.noise.copy_(torch.empty(shape).exponential_(generator=generator)[games])
 
         learner.noise.exponential_ = exponential
         torch.rand = rand
@@ -256,7 +259,7 @@ def test_two_ranks_learn_what_one_process_does(kwargs, tmp_path):
     check_joint_batch(MULTI, tmp_path, **kwargs)
 
 
-def end(script, folder, act, rank=1, iteration=2, ranks=2, **kwargs):
+def end(script, folder, act, rank=1, iteration=2, ranks=2, patience=PATIENCE, **kwargs):
     """Train until `act(run)` in one rank, after one iteration, ends the run."""
 
     def on_log(run, losses):
@@ -265,8 +268,8 @@ def end(script, folder, act, rank=1, iteration=2, ranks=2, **kwargs):
 
     begin = time.monotonic()
     kwargs = {"total_timesteps": 20 * ITERATION} | kwargs
-    codes, errors = launch(script, ranks, lambda rank: learn(script, folder, on_log, **kwargs), folder)
-    assert time.monotonic() < begin + 30
+    codes, errors = launch(script, ranks, lambda rank: learn(script, folder, on_log, **kwargs), folder, patience)
+    assert time.monotonic() < begin + PATIENCE
     return codes, errors
 
 
@@ -342,7 +345,7 @@ def test_rank_0_that_is_killed_leaves_the_last_checkpoint(tmp_path):
 @pytest.mark.thorough
 def test_a_rank_that_hangs_ends_all(tmp_path):
     """After TIMEOUT."""
-    codes, errors = end(MULTI, tmp_path, lambda run: time.sleep(3 * PATIENCE))
+    codes, errors = end(MULTI, tmp_path, lambda run: time.sleep(40), patience=15)
     assert codes == [1, 1]
     assert errors[0].startswith("error: rank 0 cannot reach the other ranks: ") and errors[0].count("\n") == 0
     assert checkpoint(tmp_path)["global_step"] == 2 * ITERATION
@@ -352,9 +355,8 @@ def test_all_ranks_end_at_a_nan_of_one(tmp_path):
     """Here of its rewards: exit code 1, one line, no checkpoint that holds it."""
 
     def spoil(run):
-        run.learner.host_outcomes = torch.full_like(run.learner.host_outcomes, torch.nan)
         run.learner.record = lambda *outcomes: None
-        run.learner.outcomes = run.learner.host_outcomes
+        run.learner.host_outcomes["rewards"].fill_(torch.nan)
 
     codes, errors = end(MULTI, tmp_path, spoil, checkpoint_interval=2 * ITERATION)
     assert codes == [1, 1] and not errors[1]
@@ -372,7 +374,7 @@ def check_target_kl(script, folder):
         def spoil():
             make_batch()
             if script.RANK == 1:
-                run.learner.batch[:, 1] -= 0.3  # the logarithm of the probabilities with which it has acted
+                run.learner.batch["log_prob"].sub_(0.3)
 
         run.learner.make_batch = spoil
 
@@ -382,7 +384,7 @@ def check_target_kl(script, folder):
     one, other = learned(folder, 2)
     assert_equal([one["weights"], one["adam"]], [other["weights"], other["adam"]])
     assert all(losses["approx_kl"] > 0.01 for losses in one["losses"])
-    steps = torch.log(one["adam"][-1][".decay"][0]) / np.log(0.9)
+    steps = torch.log(1 - one["adam"][-1][".ones"][0]) / np.log(0.9)
     assert round(steps.item()) == 3 * 4  # minibatches of one epoch in each iteration
 
 
@@ -589,8 +591,8 @@ def test_torchrun_starts_ranks_that_compile(tmp_path):
     _, errors = process.communicate()
     assert process.returncode == 0, errors
     report = summary(tmp_path)
-    assert report["ranks"] == 2 and report["global_step"] == 200 and report["steady_sps"] > 0
-    assert errors.count("note: --cudagraphs needs a CUDA device; running without") == 1
+    assert report["ranks"] == 2 and report["global_step"] == 200
+    assert errors.count("warning: --cudagraphs needs a CUDA device; running without") == 1
     assert {path.name for path in only_run(tmp_path).iterdir()} >= {"checkpoint.pt", "policy.pt2"}
 
 
@@ -616,48 +618,54 @@ def test_what_torchrun_does_when_it_is_over(what, tmp_path):
 
 
 EPOCH_KL = 'self.losses()["approx_kl"]'
+ADD_UP = "            add_up(self.sums)\n"
+CLIP = "            self.sums.mul_((self.args.max_grad_norm / self.sums[: -len(LOSSES)].norm()).clamp(max=1))\n"
 BUGS = [  # what is wrong, what is replaced by what, who sees it
-    ("weights of its own", "        collective(dist.broadcast, learner.agent.weights, 0)\n", "", check_weights),
     (
-        "a minibatch that a rank skips",
-        "in zip(self.rows, self.moments, strict=True)]",
-        "in list(zip(self.rows, self.moments, strict=True))[RANK:]]",
+        "weights of its own",
+        "            collective(dist.broadcast, weights.detach(), 0)\n",
+        "            pass\n",
         check_weights,
     ),
-    ("noise of rank 0", "replace(args, seed=seed, ", "replace(args, ", check_weights),
-    ("seeds that overlap", "RANK * (args.num_envs // WORLD_SIZE)", "RANK", check_seeds),
     (
-        "clipped before it is averaged",
-        "        add_up(self.sums)\n",
-        "        self.sums.mul_((self.args.max_grad_norm / self.sums[: -len(LOSSES)].norm()).clamp(max=1))\n"
-        "        add_up(self.sums)\n",
-        check_joint_batch,
+        "a minibatch that a rank skips",
+        "in zip(order, moments, strict=True):",
+        "in list(zip(order, moments, strict=True))[RANK:]:",
+        check_weights,
     ),
-    ("advantages of its own", "        add_up(self.moments)\n", "        self.moments[:, 0] *= 2\n", check_joint_batch),
+    ("noise of rank 0", "seed=args.seed + RANK * share", "seed=args.seed", check_weights),
+    ("seeds that overlap", "RANK * share", "RANK", check_seeds),
+    ("clipped before it is averaged", ADD_UP, CLIP + ADD_UP, check_joint_batch),
+    ("advantages of its own", "        add_up(moments)\n", "        moments[:, 0] *= 2\n", check_joint_batch),
     (
         "a mean of the ranks' means",
-        'columns["shares"] = columns["valid"] / count',
-        'columns["shares"] = columns["valid"] / columns["valid"].sum() / WORLD_SIZE',
+        'shares = rows["valid"] / count.clamp(min=1)',
+        'shares = rows["valid"] / rows["valid"].sum() / WORLD_SIZE',
         check_joint_batch,
     ),
-    ("a sum without the other ranks", "        add_up(self.sums)\n", "", check_weights),
+    ("a sum without the other ranks", ADD_UP, "", check_weights),
     ("episodes of rank 0 alone", "np.concatenate(gathered(played), -1)", "np.tile(played, 2)", check_joint_batch),
     (
         "KL divergence of its own",
-        "        add_up(self.sums)\n",
-        "        self.own = 2 * self.sums[-2].item()\n        add_up(self.sums)\n",
+        ADD_UP,
+        f"            self.own = 2 * self.sums[-2].item()\n{ADD_UP}",
         check_target_kl,
     ),
     ("a signal of its own", "and not signals", "and self.signal is None", check_late_signal),
     (
         "an all-reduce in a graph",
-        "self.compute_gradient = CudaGraphModule(self.compute_gradient",
-        "self.update_minibatch = CudaGraphModule(self.update_minibatch",
+        "self.compute_gradient = self.fast(self.compute_gradient)",
+        "self.learn_epoch = self.fast(self.learn_epoch)",
         check_on_cuda,
     ),
     ("sums rebound instead of filled", "self.sums.copy_(torch.cat(", "self.sums = (torch.cat(", check_on_cuda),
-    ("rows rebound instead of filled", "self.rows.copy_(order", "self.rows = (order", check_on_cuda),
-    ("generators of rank 0", "set_generators(generators[RANK])", "set_generators(generators[0])", check_resuming),
+    ("rows rebound instead of filled", "self.rows.copy_(rows)", "self.rows = rows", check_on_cuda),
+    (
+        "generators of rank 0",
+        "set_generators(self.generators[RANK])",
+        "set_generators(self.generators[0])",
+        check_resuming,
+    ),
 ]
 
 

@@ -18,7 +18,7 @@ MACHINE = {"cpu": "processor", "cores": 2, "memory_gib": 8, "gpu": None, "packag
 WRONG = [  # edits that are no tricks
     ("sac_continuous_action", "next_obs, next_actions).amin(0)", "next_obs, next_actions).amax(0)"),
     ("td3_continuous_action", "torch._foreach_lerp_(targets, weights", "torch._foreach_lerp(targets, weights"),
-    ("ppo_continuous_action", "gamma * gae_lambda * (1 - ended)", "gamma * gae_lambda * (1 - terminated)"),
+    ("ppo_continuous_action", "self.args.gae_lambda * (1 - ended)", "self.args.gae_lambda * (1 - terminated)"),
     ("dqn", "self.args.gamma * next_q", "0.98 * next_q"),
 ]
 
@@ -110,7 +110,7 @@ def test_measuring(tmp_path, monkeypatch):
     speeds = json.loads(path.read_text())["modes"]["eager"]["steps_per_second"]
     ratios = [with_it / without for with_it, without in zip(speeds["untouched"], speeds["numpy_acting"], strict=True)]
     assert len(ratios) == 2 and min(ratios) > 1.3
-    assert f"| `in_numpy` | {spread(ratios, '{:.2f}')} |" in ablation.text("dqn", tmp_path / "results")
+    assert f"| `numpy_function` | {spread(ratios, '{:.2f}')} |" in ablation.text("dqn", tmp_path / "results")
 
 
 def write(path, data):

@@ -116,15 +116,16 @@ def test_a_round_is_interleaved(tmp_path):
 
 @pytest.mark.thorough
 def test_a_real_round(tmp_path):
-    flags = ["--algos", "sac_continuous_action", "--modes", "plain", "eager", "--env-ids", "Pendulum-v1"]
-    flags += ["--seeds", "1", "--total-timesteps", "5300"]
+    flags = ["--algos", "dqn", "--modes", "plain", "eager", "--seeds", "1", "--total-timesteps", "3000"]
+    flags += ["--flags=--learning-starts 100"]
     folders = ["--out", str(tmp_path / "results"), "--run-dir", str(tmp_path / "runs")]
     command = [sys.executable, "-m", "benchmark.speed", *flags, *folders]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    assert rows[2].startswith("| SAC, Pendulum-v1 | plain |") and rows[3].startswith("| | eager |")
-    assert not any("too short" in row or "not measured" in row for row in rows[2:4])
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("results/*/speed/dqn/CartPole-v1/*/1.json")]
+    assert {result["mode"] for result in results} == {"plain", "eager"}
+    assert all(result["summary"]["steady_sps"] and result["summary"]["warmup_seconds"] for result in results)
+    assert any(line.startswith("| DQN, CartPole-v1 | plain |") for line in done.stdout.splitlines())
 
 
 def refused(capsys, main, args):

@@ -42,8 +42,6 @@ def test_a_script_names_the_pinned_packages(script):
     elif "continuous" in script.stem or script.stem.startswith("sac_population"):
         kind = "mujoco"
     packages = pins(ROOT / "requirements" / f"{kind}.txt")
-    if "population" in script.stem:  # draws its agents' returns
-        packages += {pin for pin in pins(ROOT / "requirements" / "test.txt") if pin.startswith("matplotlib==")}
     assert metadata(script.read_text()) == {"requires-python": ">=3.11,<3.15", "dependencies": packages}
 
 
