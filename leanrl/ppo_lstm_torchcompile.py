@@ -42,6 +42,7 @@ from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -195,6 +196,8 @@ class PPO:
             self.agent = Agent(obs_dim, self.action_space, args.cell)
         act_dim, state_dim = self.agent.act_dim, self.agent.state_dim
         self.gates = GATES[args.cell]
+        if args.compile:  # what they compute is computed again in the backward pass, with less to keep for it
+            self.gates = partial(checkpoint, self.gates, use_reentrant=False)
         self.optimizers = {"agent": ClippedAdam(self.agent.parameters(), args.learning_rate, args.max_grad_norm)}
         self.normalizer = Normalizer(envs.num_envs, obs_dim, args.gamma)
         names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance", "grad_norm"]

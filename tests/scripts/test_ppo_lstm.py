@@ -21,7 +21,7 @@ from conftest import (
     scalars,
     stem,
 )
-from test_ppo import textbook_advantages
+from test_ppo import fix_order, textbook_advantages
 from test_training_on_cuda import RUNS, check_against_cpu, check_training
 from torch.distributions import Categorical, Normal
 
@@ -145,28 +145,6 @@ def replayed(learner):
 # ---------------------------------------------------------------------------------------------------------------------
 # Plain against turbo
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def fix_order(monkeypatch):
-    """Give turbo's epochs the orders of plain's, which has to be updated first."""
-    orders = []
-    rand, randperm = torch.rand, torch.randperm
-
-    def permute(n, **kwargs):
-        order = randperm(n, **kwargs)
-        if type(order) is torch.Tensor:  # and not the compiler's own, a FakeTensor
-            orders.append(order)
-        return order
-
-    def draw(*args, **kwargs):
-        if not orders:
-            return rand(*args, **kwargs)
-        drawn = torch.stack(orders).argsort(-1).float()  # whose argsort are the orders
-        orders.clear()
-        return drawn
-
-    monkeypatch.setattr(torch, "randperm", permute)
-    monkeypatch.setattr(torch, "rand", draw)
 
 
 def check_equal(plain_script, turbo_script, monkeypatch, mode="eager", **kwargs):
