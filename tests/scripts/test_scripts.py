@@ -121,7 +121,12 @@ def unused(source):
 
 
 CALLED_BY_OTHERS = {"__init__", "__call__", "__enter__", "__exit__", "__setattr__", "forward"}
-FRAMEWORK = {"gym.vector.VectorEnv", "gym.vector.VectorWrapper", "torch.autograd.Function", "tqdm"}  # whose methods others call
+FRAMEWORK = {
+    "gym.vector.VectorEnv",
+    "gym.vector.VectorWrapper",
+    "torch.autograd.Function",
+    "tqdm",
+}  # whose methods others call
 
 
 @each_script
