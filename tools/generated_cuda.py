@@ -48,7 +48,7 @@ from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, interpreter
 
@@ -473,16 +473,17 @@ class Compiled:
     """What torch.compile makes of a method on the emulated device: an operator that runs a `Program`.
 
     The method is traced on a twin of its object, whose tensors are on the CPU and share the emulated device's memory.
+    Where its results can be differentiated, the backward pass is an operator, too.
     """
 
     def __init__(self, method, options, session):
-        owner = session.twin(method.__self__)
+        owner, self.weights = session.twin(method.__self__)
         options = dict(options)
         guards = options.pop("guard_filter_fn", None)
         self.name = method.__name__
         self.options = options
         self.session = session
-        self.results = {}  # what it returns, not computed, and its launches, by the form of its arguments
+        self.forms = {}  # what it returns, not computed, and its launches, by the form of its arguments
         self.function = torch.compile(
             MethodType(method.__func__, owner),
             fullgraph=True,
@@ -493,16 +494,18 @@ class Compiled:
     def __deepcopy__(self, memo):
         return self
 
-    def compile(self, gm, inputs, **rest):
+    def compile(self, gm, inputs, is_backward=False, **rest):
         """Stands in for inductor: the graph of aten operators as a function of a list of tensors on the CPU."""
         outputs = [
             node.meta["val"] if isinstance(node, torch.fx.Node) else node for node in gm.graph.output_node().args[0]
         ]
         shapes = [(x.shape, x.stride(), x.dtype) if torch.is_tensor(x) else None for x in outputs]
-        code, program = self.session.program(self.name, gm, inputs, self.options)
-        self.launches = launches(code, inputs)
+        name = f"{self.name}_back" if is_backward else self.name
+        code, program = self.session.program(name, gm, inputs, self.options)
+        counts = launches(code, inputs)
 
         def call(inputs):
+            self.launches = counts
             if self.session.dry:
                 return [shape and torch.empty_strided(*shape[:2], dtype=shape[2]).zero_() for shape in shapes]
             return program(inputs)
@@ -511,27 +514,100 @@ class Compiled:
         return call
 
     def __call__(self, *args, **kwargs):
+        call = Call(self, args, kwargs)
+        needs = [tensor for tensor in (*call.tensors, *self.weights) if tensor.requires_grad]
+        if call.differentiable and torch.is_grad_enabled():
+            leaves = Differentiable.apply(call, *needs)
+        else:
+            leaves = call.forward()
+        return tree_unflatten(leaves, call.structure)
+
+    def traced(self, key, function):
+        """What `function`, which calls the compiled one, would return, and what it launches; once for each `key`."""
+        if key not in self.forms:
+            self.forms[key] = self.session.trace(function), self.launches
+        return self.forms[key]
+
+
+class Call:
+    """A call of a compiled function: its forward pass, and its backward pass where one is needed."""
+
+    def __init__(self, compiled, args, kwargs):
         leaves, structure = tree_flatten((args, kwargs))
-        for leaf in leaves:
-            if isinstance(leaf, DeviceTensor):
-                leaf.block.touch()
-            elif torch.is_tensor(leaf):
-                raise RuntimeError(f"{self.name} got a tensor on the host")
-        key = (structure, emulated_cuda.form(leaves))
-        memory, named = tree_unflatten([emulated_cuda.memory_of(leaf) for leaf in leaves], structure)
-        if key not in self.results:
-            self.results[key] = self.session.trace(self.function, memory, named), self.launches
-        forms, counts = self.results[key]
-        results = tree_map(lambda x: emulated_cuda.allocate(x) if torch.is_tensor(x) else x, forms)
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, DeviceTensor)]
+        if len(self.tensors) < sum(map(torch.is_tensor, leaves)):
+            raise RuntimeError(f"{compiled.name} got a tensor on the host")
+        self.compiled = compiled
+        self.arguments = leaves, structure
+        self.key = (structure, emulated_cuda.form(leaves), *[tensor.requires_grad for tensor in self.tensors])
+        results, self.counts = compiled.traced(self.key, self.compute)
+        self.forms, self.structure = tree_flatten(results)
+        self.differentiable = any(torch.is_tensor(x) and x.requires_grad for x in self.forms)
+
+    def compute(self):
+        """Call the function on the CPU; keeps what a backward pass needs."""
+        leaves, structure = self.arguments
+        self.inputs = [on_the_cpu(tensor, {}) for tensor in self.tensors]
+        inputs = iter(self.inputs)
+        args, kwargs = tree_unflatten([next(inputs) if torch.is_tensor(x) else x for x in leaves], structure)
+        results = self.compiled.function(*args, **kwargs)
+        self.outputs = tree_leaves(results)
+        return results
+
+    def forward(self):
+        """Queue the call; returns its results, a list."""
+        return self.queue(self.forms, self.compute, self.counts, self.tensors)
+
+    def backward(self, gradients):
+        """Queue the backward pass, given the gradients of the results; those that are None do not count."""
+        given = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        memory = [gradients[i].memory for i in given]
+
+        def trace():
+            call = copy.copy(self)
+            call.compute()
+            return call.compute_gradients(given, memory)
+
+        forms, counts = self.compiled.traced((self.key, emulated_cuda.form(gradients)), trace)
+        compute = partial(self.compute_gradients, given, memory)
+        return self.queue(forms, compute, counts, [gradients[i] for i in given])
+
+    def compute_gradients(self, given, gradients):
+        """The gradients of all that needs one, given those of some results, by their numbers."""
+        needs = [x for x in (*self.inputs, *self.compiled.weights.values()) if x.requires_grad]
+        return torch.autograd.grad([self.outputs[i] for i in given], needs, gradients, allow_unused=True)
+
+    def queue(self, forms, function, counts, tensors):
+        """Queue what `function` computes from `tensors`; returns its results, tensors of these forms."""
+        for tensor in tensors:
+            tensor.block.touch()
+        results = [emulated_cuda.allocate(x) if torch.is_tensor(x) else x for x in forms]
 
         def run():
-            computed = self.session.run(self.function, memory, named)
-            for result, value in zip(tree_leaves(results), tree_leaves(computed), strict=True):
+            computed = self.compiled.session.run(function)
+            for result, value in zip(results, tree_leaves(computed), strict=True):
                 if torch.is_tensor(value):
-                    result.memory.copy_(value)
+                    result.memory.copy_(value.detach())
 
         emulated_cuda.DEVICE.enqueue(run, counts=counts)
         return results
+
+
+class Differentiable(torch.autograd.Function):
+    """A `Call` for autograd."""
+
+    @staticmethod
+    def forward(ctx, call, *needs):
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        results = call.forward()
+        pairs = zip(results, call.forms, strict=True)
+        ctx.mark_non_differentiable(*[x for x, form in pairs if torch.is_tensor(x) and not form.requires_grad])
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, *ctx.call.backward(gradients)
 
 
 class Session:
@@ -547,44 +623,65 @@ class Session:
         self.edit = edit
         self.thread = ThreadPoolExecutor(1)
         self.twins = {}
+        self.graphs = []  # (name, graph, its inputs, options)
         self.codes = []  # (name, code)
         self.errors = {}  # the largest ones, by name
         self.dry = False
 
     def twin(self, owner):
-        """A copy of an object with its tensors on the CPU, in the memory of the emulated device."""
+        """A copy of an object with its tensors on the CPU, in the memory of the emulated device.
+
+        Also those tensors of the device that need gradients, each with the one on the CPU.
+        """
         if id(owner) not in self.twins:
             itself = lambda x, memo: x  # noqa: E731
+            weights = {}
+
+            def copied(tensor, memo):
+                memory = on_the_cpu(tensor, memo)
+                if tensor.requires_grad:
+                    weights[tensor] = memory
+                return memory
+
             with ExitStack() as stack:
-                stack.enter_context(mock.patch.object(DeviceTensor, "__deepcopy__", on_the_cpu))
+                stack.enter_context(mock.patch.object(DeviceTensor, "__deepcopy__", copied))
                 for kind in (emulated_cuda.Event, emulated_cuda.Stream):
                     stack.enter_context(mock.patch.object(kind, "__deepcopy__", itself, create=True))
                 dispatch = {torch.device: lambda x, memo: torch.device("cpu")}
                 stack.enter_context(mock.patch.dict(copy._deepcopy_dispatch, dispatch))
-                self.twins[id(owner)] = owner, copy.deepcopy(owner)
-        return self.twins[id(owner)][1]
+                self.twins[id(owner)] = owner, copy.deepcopy(owner), weights
+        return self.twins[id(owner)][1:]
 
-    def trace(self, function, args, kwargs):
-        """Compile a function for its arguments; returns what it would return, not computed."""
+    def trace(self, function):
+        """What a function returns where compiled ones are traced and not computed."""
         self.dry = True
         try:
             with mock.patch("torch.cuda.is_available", lambda: False):
-                return self.run(function, args, kwargs)
+                return self.run(function)
         finally:
             self.dry = not self.execute
 
-    def run(self, function, args, kwargs):
+    def run(self, function):
         """Call a function in the thread, with this thread's settings of torch's compiler."""
-        return self.thread.submit(copy_context().run, function, *args, **kwargs).result()
+        return self.thread.submit(copy_context().run, function).result()
 
     def program(self, name, gm, inputs, options):
         """The code of a graph, and the `Program`."""
         code = self.edit(cuda_code(gm, inputs, self.capability, options))
+        self.graphs.append((name, gm, inputs, options))
         self.codes.append((name, code))
         if not self.execute:
             return code, None
         program = Program(code)
         return code, self.checked(name, program, gm) if self.check else program
+
+    def for_cards(self, *capabilities):
+        """The code of the same functions for other cards, as in `codes`."""
+        return [
+            (name, cuda_code(gm, inputs, capability, options))
+            for capability in capabilities
+            for name, gm, inputs, options in self.graphs
+        ]
 
     def checked(self, name, program, gm):
         """`program`, whose results are compared with those of the graph's operators in float32 and in float64."""
