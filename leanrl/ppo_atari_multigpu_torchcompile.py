@@ -415,7 +415,7 @@ class ClippedAdam:
 
     def gradient(self, loss):
         """The gradient of `loss`, one vector."""
-        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.weights)])
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.weights, materialize_grads=True)])
 
     @torch.no_grad()
     def step(self, gradient):
@@ -755,6 +755,7 @@ class Run:
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step

@@ -31,7 +31,7 @@ def test_code_on_the_page_is_that_of_the_files():
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.M | re.S)
     assert len(blocks) == 2
     assert all(any(block in source for source in sources) for block in blocks)
-    line = "self.learn = CudaGraphModule(self.learn, warmup=GRAPH_WARMUP)"
+    line = "CudaGraphModule(function, warmup=3)"
     assert line in PAGE and line in (ROOT / "leanrl" / "dqn_torchcompile.py").read_text()
 
 
