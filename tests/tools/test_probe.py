@@ -68,7 +68,7 @@ TD3_SIGN = ("actor_loss = -functional_call", "actor_loss = functional_call")
 PPO_SIGN = ("policy_loss = -torch.min", "policy_loss = torch.min")
 DQN_STEP = ('self.optimizers["q"].step(td_loss)', "pass")
 BROADCAST = ("errors = (values - returns)", "errors = (values - returns.squeeze(-1))")
-NO_GAMMA = ("self.args.gamma * next_values", "next_values")
+NO_GAMMA = ('self.args.gamma * (1 - rollout["terminated"])', '(1 - rollout["terminated"])')
 BUGS = {  # by what is wrong: script, what is replaced by what, which probes fail, and which do not
     "sign": [
         (PLAIN["sac"], *SAC_SIGN, {"action", "both"}, {"constant"}),
