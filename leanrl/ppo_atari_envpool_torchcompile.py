@@ -351,9 +351,9 @@ def gae(deltas, decay):
     advantages = deltas
     covered = 1
     while covered < len(deltas):
-        following = decay[:-covered] * advantages[covered:]
+        following = decay[: len(deltas) - covered] * advantages[covered:]
         advantages = torch.cat((advantages[:-covered] + following, advantages[-covered:]))
-        decay = torch.cat((decay[:-covered] * decay[covered:], torch.zeros_like(decay[-covered:])))
+        decay = decay[:-covered] * decay[covered:]
         covered *= 2
     return advantages
 
