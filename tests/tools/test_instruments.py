@@ -391,7 +391,7 @@ def test_a_profile_of_twenty_steps(name, copy, tmp_path, capsys):
 
 
 def test_a_run_too_short_for_a_profile(copy, tmp_path, capsys):
-    run, _ = train(copy("sac"), tmp_path / "run", [Profile()], **SIZES["sac"] | {"total_timesteps": 50})
+    run, _ = train(copy("sac"), tmp_path / "run", [Profile()], **SIZES["sac"] | {"total_timesteps": 44})
     assert not (run / "trace.json").exists()
     assert "warning: no profile" in capsys.readouterr().err
 
