@@ -66,7 +66,7 @@ def train(script, args, on_start=lambda run: None):
 
 
 def policy_of(learner):
-    """The deterministic policy, a module on the CPU, and the state of its memory where an episode begins, if it has one."""
+    """The deterministic policy, a module on the CPU, and the first state of its memory, in a list, if it has one."""
     policy, (_, *states) = learner.policy()
     return policy, [torch.zeros_like(state[:1]) for state in states]
 

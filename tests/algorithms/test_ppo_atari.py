@@ -584,11 +584,7 @@ def test_the_host_waits_for_actions_alone(mode):
 def test_a_checkpoint_continues_in_captured_graphs(mode):
     """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
     learner = train_on_cuda(5, **MODES[mode])
-<<<<<<< HEAD
     state = conftest.saved(learner)
-=======
-    state = saved(learner)
->>>>>>> ppo_atari
     results = []
     for _ in range(2):
         learner.load_state_dict(state)
