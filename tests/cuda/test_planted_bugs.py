@@ -199,8 +199,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "dqn",
         "event recorded before the copy that it stands for",
-        "self.arriving.copy_(self.packed, non_blocking=True)\n        self.arrived.record()",
-        "self.arrived.record()\n        self.arriving.copy_(self.packed, non_blocking=True)",
+        "self.arriving.copy_(torch.cat(self.newest), non_blocking=True)",
+        "self.arrived.record()\n        self.arriving.copy_(torch.cat(self.newest), non_blocking=True)\n        return",
         TRAINING,
     ),
     ("dqn", "step count of Adam kept in Python", *STEP_COUNT, TRAINING),
