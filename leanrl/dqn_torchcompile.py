@@ -15,6 +15,7 @@ this file fast:
 
 import copy
 import json
+import logging
 import math
 import os
 import shutil
@@ -194,6 +195,7 @@ class DQN:
                 options["cpp_wrapper"] = True  # kernels are called from C++: worth a seventh of so small an update
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
+            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
             function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
         return function
 

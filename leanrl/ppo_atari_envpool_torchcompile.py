@@ -13,6 +13,7 @@ The updates are those of the plain twin, ppo_atari_envpool.py. What makes this f
 
 import copy
 import json
+import logging
 import math
 import os
 import shutil
@@ -305,6 +306,7 @@ class PPO:
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
+            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
             function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
         return function
 

@@ -15,6 +15,7 @@ of a single process that plays all games; what makes it fast is the same. What t
 
 import copy
 import json
+import logging
 import math
 import os
 import shutil
@@ -331,6 +332,7 @@ class PPO:
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
+            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
             function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
         return function
 

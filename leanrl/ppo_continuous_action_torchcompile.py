@@ -15,6 +15,7 @@ The updates are those of the plain twin, ppo_continuous_action.py. What makes th
 
 import copy
 import json
+import logging
 import math
 import os
 import shutil
@@ -304,6 +305,7 @@ class PPO:
         """`function`, which has no arguments and no results, as a CUDA graph if --cudagraphs says so."""
         if not self.args.cudagraphs:
             return function
+        logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
         return CudaGraphModule(function, warmup=3)  # captured at the third call, when all has been compiled
 
     def store(self, **scalars):

@@ -17,6 +17,7 @@ The critics run one after the other: convolutions of stacked weights, under vmap
 
 import copy
 import json
+import logging
 import math
 import os
 import shutil
@@ -265,6 +266,7 @@ class SAC:
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
+            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
             function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
         return function
 

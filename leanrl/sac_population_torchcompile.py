@@ -18,6 +18,7 @@ agent can resume.
 """
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -342,6 +343,7 @@ class SACPopulation:
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
+            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
             function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
         return function
 

@@ -14,6 +14,7 @@ update. What makes this file fast:
 
 import copy
 import json
+import logging
 import math
 import os
 import shutil
@@ -260,6 +261,7 @@ class TD3:
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
+            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
             function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
         return function
 
