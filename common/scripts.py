@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import importlib.util
-import inspect
 import sys
 from pathlib import Path
 from unittest import mock
+
+import torch
 
 from common import ROOT
 from common.arguments import stop
@@ -50,9 +51,6 @@ def refuse_population(given, script):
 
 def train(script, args, on_start=lambda run: None):
     """`script.train(args)`; `on_start` is called with its Run when everything is made, before the first step."""
-    if "on_start" in inspect.signature(script.train).parameters:  # the second edition
-        script.train(args, on_start=on_start)
-        return
     name = next(name for name in ("Population", "JointRun", "Run") if hasattr(script, name))
 
     class Watched(getattr(script, name)):
@@ -68,9 +66,9 @@ def train(script, args, on_start=lambda run: None):
 
 
 def policy_of(learner):
-    """The deterministic policy as a module on the CPU."""
-    policy = learner.policy()
-    return policy[0] if isinstance(policy, tuple) else policy  # the second edition gives no example of its inputs
+    """The deterministic policy, a module on the CPU, and the first state of its memory, in a list, if it has one."""
+    policy, (_, *states) = learner.policy()
+    return policy, [torch.zeros_like(state[:1]) for state in states]
 
 
 def optimizers_of(learner):

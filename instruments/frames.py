@@ -63,7 +63,8 @@ class FrameDump(Instrument):
 
     def finish(self):
         obs, resets = zip(*self.stacks, strict=True)
-        inputs = first_inputs(policy_of(self.run.learner), torch.as_tensor(np.stack(obs)))
+        policy, _ = policy_of(self.run.learner)
+        inputs = first_inputs(policy, torch.as_tensor(np.stack(obs)))
         folder = self.run.folder / "frames"
         folder.mkdir(exist_ok=True)
         path = folder / f"{self.run.step}.png"

@@ -139,8 +139,8 @@ def keep_gradients(adam):
     """
     initialize, step = adam.__init__, adam.step
 
-    def __init__(self, weights, *settings):
-        initialize(self, weights, *settings)
+    def __init__(self, weights, *settings, **named_settings):
+        initialize(self, weights, *settings, **named_settings)
         self.gradients = [m.new_zeros(2, *m.shape) for m in listed(self.m)]  # row 1: after some that were not finite
         self.row = torch.zeros(1, dtype=torch.int64, device=self.weights[0].device)
 

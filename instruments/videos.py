@@ -32,7 +32,8 @@ class VideoOnDemand(Instrument):
         folder = self.run.folder / "videos"
         env = record(make_env(args.env_id, args.seed, "rgb_array"), folder, name)
         try:
-            act = acting(policy_of(self.run.learner), env.action_space)
+            policy, first_state = policy_of(self.run.learner)
+            act = acting(policy, env.action_space, first_state)
             episode = next(play(env, act, args.seed))
         finally:
             env.close()

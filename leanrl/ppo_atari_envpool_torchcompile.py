@@ -13,6 +13,7 @@ The updates are those of the plain twin, ppo_atari_envpool.py. What makes this f
 
 import copy
 import json
+import logging
 import math
 import os
 import shutil
@@ -305,6 +306,7 @@ class PPO:
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
+            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
             function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
         return function
 
@@ -351,9 +353,9 @@ def gae(deltas, decay):
     advantages = deltas
     covered = 1
     while covered < len(deltas):
-        following = decay[:-covered] * advantages[covered:]
+        following = decay[: len(deltas) - covered] * advantages[covered:]
         advantages = torch.cat((advantages[:-covered] + following, advantages[-covered:]))
-        decay = torch.cat((decay[:-covered] * decay[covered:], torch.zeros_like(decay[-covered:])))
+        decay = decay[:-covered] * decay[covered:]
         covered *= 2
     return advantages
 
@@ -386,7 +388,7 @@ class ClippedAdam:
 
     def gradient(self, loss):
         """The gradient of `loss`, one vector."""
-        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.weights)])
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.weights, materialize_grads=True)])
 
     @torch.no_grad()
     def step(self, gradient):
@@ -717,6 +719,7 @@ class Run:
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step

@@ -15,6 +15,7 @@ The updates are those of the plain twin, ppo_continuous_action.py. What makes th
 
 import copy
 import json
+import logging
 import math
 import os
 import shutil
@@ -304,6 +305,7 @@ class PPO:
         """`function`, which has no arguments and no results, as a CUDA graph if --cudagraphs says so."""
         if not self.args.cudagraphs:
             return function
+        logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
         return CudaGraphModule(function, warmup=3)  # captured at the third call, when all has been compiled
 
     def store(self, **scalars):
@@ -356,9 +358,9 @@ def gae(deltas, decay):
     advantages = deltas
     covered = 1
     while covered < len(deltas):
-        following = decay[:-covered] * advantages[covered:]
+        following = decay[: len(deltas) - covered] * advantages[covered:]
         advantages = torch.cat((advantages[:-covered] + following, advantages[-covered:]))
-        decay = torch.cat((decay[:-covered] * decay[covered:], torch.zeros_like(decay[-covered:])))
+        decay = decay[:-covered] * decay[covered:]
         covered *= 2
     return advantages
 
@@ -470,7 +472,7 @@ class ClippedAdam:
 
     def gradient(self, loss):
         """The gradient of `loss`, one vector."""
-        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.weights)])
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.weights, materialize_grads=True)])
 
     @torch.no_grad()
     def step(self, gradient):
@@ -753,6 +755,7 @@ class Run:
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step

@@ -5,7 +5,7 @@ The algorithm and its defaults are CleanRL's, and so are its details:
 1. Two critics; the target takes the smaller value (`SAC.update`).
 2. The entropy coefficient is tuned toward an entropy of minus the number of action dimensions (`SAC.update_actor`).
 3. Every `policy_frequency` updates of the critics the actor makes as many steps (`SAC.update`).
-4. Actions are squashed by tanh into the bounds of the action space (`SquashedGaussian`).
+4. Actions are squashed by tanh into the bounds of the action space (`Actor.sample`).
 5. A truncated episode is not a terminal state: its last value is bootstrapped (`train`).
 
 sac_continuous_action_torchcompile.py makes the same updates at full speed, and acts one update late.
@@ -512,6 +512,7 @@ class Run:
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step

@@ -14,6 +14,7 @@ update. What makes this file fast:
 
 import copy
 import json
+import logging
 import math
 import os
 import shutil
@@ -260,6 +261,7 @@ class TD3:
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
+            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
             function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
         return function
 
@@ -333,7 +335,7 @@ class Adam:
     @torch.no_grad()
     def step(self, loss):
         """Move the weights one step against the gradient of `loss`, in place."""
-        gradients = torch.autograd.grad(loss, self.weights)
+        gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for what the loss lacks
         self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
         torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
         torch._foreach_mul_(self.v, self.beta2)
@@ -617,6 +619,7 @@ class Run:
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step

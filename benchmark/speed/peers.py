@@ -176,8 +176,7 @@ def check_args(peer, script, args):
 
 def prepare(script, args):
     """As the script's `prepare`, and give JAX, which must not be imported yet, torch's threads and float32 matmuls."""
-    prepared = script.prepare(args)
-    device = prepared[0] if isinstance(prepared, tuple) else prepared  # the second edition makes the folder elsewhere
+    device, _ = script.prepare(args)
     os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = args.matmul_precision
     os.environ["PJRT_NPROC"] = str(torch.get_num_threads())
     return device

@@ -199,8 +199,9 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "dqn",
         "event recorded before the copy that it stands for",
-        "self.arriving.copy_(self.packed, non_blocking=True)\n        self.arrived.record()",
-        "self.arrived.record()\n        self.arriving.copy_(self.packed, non_blocking=True)",
+        "self.arriving.copy_(torch.cat(self.newest), non_blocking=True)  # one copy, not one per tensor\n"
+        "        self.arrived.record()",
+        "self.arrived.record()\n        self.arriving.copy_(torch.cat(self.newest), non_blocking=True)",
         TRAINING,
     ),
     ("dqn", "step count of Adam kept in Python", *STEP_COUNT, TRAINING),

@@ -63,8 +63,9 @@ def refused(capsys, run):
     with pytest.raises(SystemExit) as error:
         run()
     assert error.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith(("[Gloo]", "note: "))]
+    assert len(lines) == 1, lines
+    return lines[0]
 
 
 MODES = [pytest.param(TURBO["dqn"], True, True, id="dqn-both")]

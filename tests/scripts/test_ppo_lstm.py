@@ -248,9 +248,9 @@ def check_learning_sees_what_acting_saw(script, **kwargs):
     """With a learning rate of 0 the ratio of probabilities is 1 in all minibatches, whatever the order."""
     learner = remembering(script, **kwargs)
     for iteration in range(3):
-        roll_out([learner], seed=iteration)
+        roll_out([learner], seed=iteration, ends=0.05)
         learner.update(0.0)
-        assert learner.losses()["approx_kl"] == pytest.approx(0, abs=1e-6)
+        assert learner.losses()["approx_kl"] == pytest.approx(0, abs=2e-7)
         assert learner.losses()["clipfrac"] == 0
 
 

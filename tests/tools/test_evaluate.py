@@ -322,12 +322,13 @@ def test_a_policy_of_another_environment(policy, shape, dtype, reason, make_run,
 
 @pytest.mark.parametrize("script", [ppo_lstm, ppo_lstm_torchcompile], ids=["plain", "turbo"])
 def test_a_run_with_memory(script, tmp_path, capsys):
-    """policy.pt2 gets the returns of the learner's policy, which takes no state for one of 0."""
+    """policy.pt2 gets the returns of the learner's policy."""
     learners = []
     flags = {"total_timesteps": 64, "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "cuda": False}
     common.scripts.train(script, script.Args(run_dir=str(tmp_path), **flags), lambda run: learners.append(run.learner))
     env = gym.make("CartPole-v1")
-    act = playing.acting(learners[0].policy(), env.action_space)
+    policy, (_, state) = learners[0].policy()
+    act = playing.acting(policy, env.action_space, [torch.zeros_like(state[:1])])
     returns = [episode.total for episode in islice(playing.play(env, act, seed=5), 10)]
     (run,) = tmp_path.glob("*/")
     capsys.readouterr()
@@ -346,7 +347,7 @@ def test_an_edited_copy_of_a_script(scripts, tmp_path, capsys):
     flags = {"env_id": "Short-v0", "total_timesteps": 60, "learning_starts": 20, "batch_size": 8, "buffer_size": 100}
     common.scripts.train(script, script.Args(run_dir=str(tmp_path), **flags), lambda run: learners.append(run.learner))
     env = gym.make("Short-v0")
-    act = playing.acting(learners[0].policy(), env.action_space)
+    act = playing.acting(learners[0].policy()[0], env.action_space)
     returns = [episode.total for episode in islice(playing.play(env, act, seed=5), 3)]
     gym.registry.pop("Short-v0")
     capsys.readouterr()

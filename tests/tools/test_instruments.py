@@ -391,7 +391,7 @@ def test_a_profile_of_twenty_steps(name, copy, tmp_path, capsys):
 
 
 def test_a_run_too_short_for_a_profile(copy, tmp_path, capsys):
-    run, _ = train(copy("sac"), tmp_path / "run", [Profile()], **SIZES["sac"] | {"total_timesteps": 50})
+    run, _ = train(copy("sac"), tmp_path / "run", [Profile()], **SIZES["sac"] | {"total_timesteps": 44})
     assert not (run / "trace.json").exists()
     assert "warning: no profile" in capsys.readouterr().err
 
@@ -418,14 +418,12 @@ def test_slow_growth_is_an_explosion_too():
 
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_an_edited_optimiser_is_watched(kind, tmp_path, always):
-    """AdamW with two rates, an edit of doc/changing.md."""
+    """AdamW, an edit of doc/changing.md."""
     script = edited("adamw", kind, tmp_path)
     script.LOG_INTERVAL = 10
     run, end = train(script, tmp_path / "run", [GradientWatch()], **SIZES["sac"])
     assert not end
     assert min(scalars(run, "gradients/critics.1.net.0.weight")) > 0
-    ratios = [np.mean(scalars(run, f"update_ratios/critics.0.net.{layer}.weight")) for layer in (0, 2)]
-    assert ratios[0] < 0.5 * ratios[1]  # the first layer learns at a tenth of the rate
 
 
 def test_a_scrambled_frame_stack_is_noticed(copy, tmp_path, capsys):
@@ -475,7 +473,7 @@ def test_order_of_frames():
             ["--random-baseline", "2", "--", SCRIPT, "--env-id", "No-v0"],
             "--random-baseline 2: cannot play No-v0",
         ),
-        (["--profile", "--", SCRIPT, "--env-id", "CartPole-v1"], "--env-id CartPole-v1: choose"),
+        (["--profile", "--", SCRIPT, "--env-id", "CartPole-v1"], "--env-id CartPole-v1: actions must be bounded"),
     ],
 )
 def test_bad_input_gets_one_line(words, message, capsys, monkeypatch):

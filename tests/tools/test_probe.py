@@ -61,14 +61,14 @@ def test_an_edited_copy_passes(edit, tmp_path, capsys, monkeypatch):
     assert not failed(ALL, edited(edit, "turbo", tmp_path), [], capsys, monkeypatch)
 
 
-STORED = ("terminated=terminated,", "terminated=terminated | truncated,")
+STORED = ("rewards=rewards, terminated=terminated)", "rewards=rewards, terminated=terminated | truncated)")
 STEP = 'self.optimizers["critics"].step('
 SAC_SIGN = ("(alpha * log_prob - q)", "(alpha * log_prob + q)")
-TD3_SIGN = ("actor_loss = -self", "actor_loss = self")
+TD3_SIGN = ("actor_loss = -functional_call", "actor_loss = functional_call")
 PPO_SIGN = ("policy_loss = -torch.min", "policy_loss = torch.min")
-DQN_STEP = ('self.optimizers["q"].step(self.q.weights, gradient)', "pass")
-BROADCAST = ('errors = (values - rows["returns"])', 'errors = (values[:, None] - rows["returns"])')
-NO_GAMMA = ("self.args.gamma * next_values", "next_values")
+DQN_STEP = ('self.optimizers["q"].step(td_loss)', "pass")
+BROADCAST = ("errors = (values - returns)", "errors = (values - returns.squeeze(-1))")
+NO_GAMMA = ('self.args.gamma * (1 - rollout["terminated"])', '(1 - rollout["terminated"])')
 BUGS = {  # by what is wrong: script, what is replaced by what, which probes fail, and which do not
     "sign": [
         (PLAIN["sac"], *SAC_SIGN, {"action", "both"}, {"constant"}),
@@ -78,7 +78,13 @@ BUGS = {  # by what is wrong: script, what is replaced by what, which probes fai
     ],
     "truncation is terminal": [
         (PLAIN["dqn"], *STORED, {"truncation"}, {"delay"}),
-        (TURBO["sac"], *STORED, {"truncation"}, {"delay"}),
+        (
+            TURBO["sac"],
+            "rewards, terminated, act_on)\n            obs",
+            "rewards, ended, act_on)\n            obs",
+            {"truncation"},
+            {"delay"},
+        ),
     ],
     "no gamma": [
         (PLAIN["dqn"], "self.args.gamma * next_q", "next_q", {"delay", "truncation"}, {"constant"}),
@@ -88,7 +94,7 @@ BUGS = {  # by what is wrong: script, what is replaced by what, which probes fai
     "values do not learn": [
         (TURBO["dqn"], *DQN_STEP, VALUES, set()),
         (PLAIN["sac"], f"{STEP})", "pass", VALUES, set()),
-        (TURBO["td3"], f"{STEP}self.critics.weights, gradient)", "pass", VALUES, set()),
+        (TURBO["td3"], f"{STEP}qf_loss)", "pass", VALUES, set()),
     ],
     "(N, 1) less (N,)": [
         (TURBO["ppo"], *BROADCAST, {"observation"}, {"constant"}),

@@ -42,6 +42,8 @@ def test_a_script_names_the_pinned_packages(script):
     elif "continuous" in script.stem or script.stem.startswith("sac_population"):
         kind = "mujoco"
     packages = pins(ROOT / "requirements" / f"{kind}.txt")
+    if not script.stem.endswith("_torchcompile"):
+        packages = [package for package in packages if not package.startswith("tensordict")]
     assert metadata(script.read_text()) == {"requires-python": ">=3.11,<3.15", "dependencies": packages}
 
 
