@@ -13,7 +13,7 @@ from benchmark.studies import launches
 
 DATA = json.loads(launches.DATA.read_text())
 SLOW = [(algo, "eager") for algo in launches.RUNS if algo not in ("td3_continuous_action", "dqn")]  # the same as graphs
-BATCHED = ("sac_continuous_action", "td3_continuous_action", "sac_atari")  # eager critics run one after the other
+BATCHED = ("sac_continuous_action", "td3_continuous_action")  # eager critics run one after the other
 COUNTED = [
     pytest.param(algo, mode, marks=[pytest.mark.thorough] * (algo == "ppo_lstm"))  # its graph has 100,000 nodes
     for algo in launches.RUNS
