@@ -315,13 +315,14 @@ def test_turbo_equals_plain_in_double_precision(kwargs, monkeypatch, double_prec
 @LOSSES
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_turbo_equals_plain(mode, kwargs, monkeypatch):
-    """From the same weights and rollouts, all agrees after one iteration (5 minibatches) and after ten (50).
+    """From the same weights and rollouts, parameters agree after each iteration, of 5 minibatches.
 
-    With small steps: Adam's first ones have the full length also where a gradient is hardly more than its rounding.
-    Gradients differ more where rounding decides on which side of 0 a unit is.
+    Gradients and losses agree less: in float32 rounding decides on which side of 0 some units are.
     """
     for plain, turbo in update_both(monkeypatch, mode, **kwargs):
-        assert_learners_agree(plain, turbo, tolerance=1e-5, gradient_tolerance=3e-3)
+        got, wanted = (dict(leaves(conftest.networks(learner))) for learner in (turbo, plain))
+        assert_close_in_norm(got, wanted, 1e-5, least=1e-6)
+        assert turbo.losses() == pytest.approx(plain.losses(), rel=1e-2, abs=1e-4)
 
 
 def test_turbo_decides_as_plain_does():
