@@ -321,7 +321,7 @@ def test_turbo_equals_plain(mode, kwargs, monkeypatch):
     """
     for plain, turbo in update_both(monkeypatch, mode, **kwargs):
         got, wanted = (dict(leaves(conftest.networks(learner))) for learner in (turbo, plain))
-        assert_close_in_norm(got, wanted, 1e-5, least=1e-6)
+        assert_close_in_norm(got, wanted, 3e-5, least=3e-6)  # 1e-9 in double precision, above
         assert turbo.losses() == pytest.approx(plain.losses(), rel=1e-2, abs=1e-4)
 
 
