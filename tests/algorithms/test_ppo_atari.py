@@ -321,7 +321,7 @@ def test_turbo_equals_plain(mode, kwargs, monkeypatch):
     """
     for plain, turbo in update_both(monkeypatch, mode, **kwargs):
         got, wanted = (torch.cat([w.flatten() for w in learner.agent.parameters()]) for learner in (turbo, plain))
-        assert_close_in_norm({"agent": got}, {"agent": wanted}, 1e-5)
+        assert_close_in_norm({"agent": got}, {"agent": wanted}, 3e-5)
         assert turbo.losses() == pytest.approx(plain.losses(), rel=1e-2, abs=1e-4)
 
 
