@@ -165,14 +165,6 @@ def listed(moments):
     return moments if isinstance(moments, list) else [moments]
 
 
-def by_weight(moments, weights):
-    """The parts of `moments` that belong to each of `weights`."""
-    if len(moments) == len(weights):
-        return moments
-    (vector,) = moments
-    return [part.view_as(w) for part, w in zip(vector.split([w.numel() for w in weights]), weights, strict=True)]
-
-
 class TurboLayers:
     """The layers of an optimizer that keeps gradients, which CUDA graphs write too."""
 
@@ -194,8 +186,9 @@ class TurboLayers:
         ones1, ones2 = optimizer.ones
         layers = {}
         moments = ([kept[0] for kept in optimizer.gradients], listed(optimizer.m), listed(optimizer.v))
-        columns = [by_weight(column, optimizer.weights) for column in moments]
-        for name, weights, gradient, m, v in zip(self.names, optimizer.weights, *columns, strict=True):
+        if hasattr(optimizer, "parts"):  # each is one vector for all weights
+            moments = [optimizer.parts(vector) for (vector,) in moments]
+        for name, weights, gradient, m, v in zip(self.names, optimizer.weights, *moments, strict=True):
             change = optimizer.lr * (m / ones1) / ((v / ones2).sqrt() + optimizer.eps)
             triple = (gradient, weights.detach(), change.float())
             if self.stacked:
