@@ -162,8 +162,8 @@ class DQN:
             target = rewards + (1 - terminated) * self.args.gamma * next_q
         q = self.q(obs).gather(-1, actions[:, None]).squeeze(-1)
         td_loss = (q - target).square().mean()
-        self.optimizers["q"].step(td_loss)
         self.store(q_values=q.mean(), td_loss=td_loss)
+        self.optimizers["q"].step(td_loss)
 
     def update(self):
         """Launch one update: on a CUDA device it may still run when this returns."""

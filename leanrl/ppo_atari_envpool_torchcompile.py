@@ -221,9 +221,6 @@ class PPO:
             rows["obs"] = rows["obs"].contiguous(memory_format=torch.channels_last)  # learns 1.2 times as fast
         policy_loss, value_loss, entropy, log_ratio = self.loss(rows)
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
-        gradient = self.optimizers["agent"].gradient(loss)
-        grad_norm = self.optimizers["agent"].step(gradient)
-
         ratio = log_ratio.exp()
         clipped = ((ratio - 1).abs() > self.args.clip_coef).float()
         self.store(
@@ -232,8 +229,10 @@ class PPO:
             entropy=entropy,
             approx_kl=masked_mean(ratio - 1 - log_ratio, rows["valid"]),  # http://joschu.net/blog/kl-approx.html, k3
             clipfrac=masked_mean(clipped, rows["valid"]),
-            grad_norm=grad_norm,
         )
+        gradient = self.optimizers["agent"].gradient(loss)
+        grad_norm = self.optimizers["agent"].step(gradient)
+        self.store(grad_norm=grad_norm)
 
     def learn_epoch(self):
         """All of the batch once, in minibatches drawn without replacement."""

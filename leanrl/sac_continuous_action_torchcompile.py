@@ -205,8 +205,8 @@ class SAC:
             target = rewards.squeeze(-1) + (1 - terminated.squeeze(-1)) * self.args.gamma * next_v
         q = self.q_values(self.critics, obs, actions)
         qf_loss = (q - target).square().mean(-1).sum()
-        self.optimizers["critics"].step(qf_loss)
         self.store(q_values=q.mean(), qf_loss=qf_loss)
+        self.optimizers["critics"].step(qf_loss)
 
     def update_actor(self):
         """Steps on the actor for the observations of `batch`, each followed by one on the entropy coefficient."""
@@ -218,8 +218,8 @@ class SAC:
             actions, log_prob = self.actor.sample(*gaussian, noise)
             q = self.q_values(critics, obs, actions).amin(0)
             actor_loss = (self.log_alpha.detach().exp() * log_prob - q).mean()
-            self.optimizers["actor"].step(actor_loss)
             self.store(actor_loss=actor_loss, entropy=-log_prob.mean())
+            self.optimizers["actor"].step(actor_loss)
             gaussian = self.actor.gaussian(obs)  # the new actor's: for the temperature and for the next step
 
             # temperature (eq. 18)
@@ -228,8 +228,8 @@ class SAC:
                     _, log_prob = self.actor.sample(*gaussian, temperature_noise)
                 target_entropy = -self.act_dim
                 alpha_loss = (-self.log_alpha.exp() * (log_prob + target_entropy)).mean()
-                self.optimizers["alpha"].step(alpha_loss)
                 self.store(alpha_loss=alpha_loss)
+                self.optimizers["alpha"].step(alpha_loss)
         self.store(alpha=self.log_alpha.exp())
 
     @torch.no_grad()

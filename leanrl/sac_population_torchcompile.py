@@ -232,8 +232,8 @@ class SACPopulation:
             target = rewards.squeeze(-1) + (1 - terminated.squeeze(-1)) * self.gamma * next_v
         q = self.q_values(self.critics, obs, actions)
         qf_loss = (q - target.unsqueeze(1)).square().mean(-1).sum(-1)  # (agents,), as all losses
-        self.optimizers["critics"].step(qf_loss.sum())
         self.store(q_values=q.mean((1, 2)), qf_loss=qf_loss)
+        self.optimizers["critics"].step(qf_loss.sum())
 
     def update_actor(self):
         """Steps on the actors for the observations of `batch`, each followed by one on the entropy coefficients."""
@@ -246,8 +246,8 @@ class SACPopulation:
             q = self.q_values(critics, obs, actions).amin(1)
             alpha = self.log_alpha.exp().unsqueeze(-1)
             actor_loss = (alpha.detach() * log_prob - q).mean(-1)
-            self.optimizers["actor"].step(actor_loss.sum())
             self.store(actor_loss=actor_loss, entropy=-log_prob.mean(-1))
+            self.optimizers["actor"].step(actor_loss.sum())
             gaussian = self.actor.gaussian(obs)  # the new actors': for the temperature and for the next step
 
             # temperature (eq. 18)
@@ -256,8 +256,8 @@ class SACPopulation:
                     _, log_prob = self.actor.sample(*gaussian, temperature_noise)
                 target_entropy = -self.act_dim
                 alpha_loss = (-alpha * (log_prob + target_entropy)).mean(-1)
-                self.optimizers["alpha"].step(alpha_loss.sum())
                 self.store(alpha_loss=alpha_loss)
+                self.optimizers["alpha"].step(alpha_loss.sum())
         self.store(alpha=self.log_alpha.exp())
 
     @torch.no_grad()

@@ -185,8 +185,8 @@ class TD3:
             target = rewards.squeeze(-1) + (1 - terminated.squeeze(-1)) * self.args.gamma * next_q
         q = self.q_values(self.critics, obs, actions)
         qf_loss = (q - target).square().mean(-1).sum()
-        self.optimizers["critics"].step(qf_loss)
         self.store(q_values=q.mean(), qf_loss=qf_loss)
+        self.optimizers["critics"].step(qf_loss)
 
     def update_actor(self):
         """One step on the actor, for the observations of `batch`."""
@@ -194,8 +194,8 @@ class TD3:
         obs, *_ = self.batch.split(self.widths, -1)
         first = {name: weights[0].detach() for name, weights in self.critics.items()}
         actor_loss = -functional_call(self.critic, first, (obs, self.actor(obs))).mean()
-        self.optimizers["actor"].step(actor_loss)
         self.store(actor_loss=actor_loss)
+        self.optimizers["actor"].step(actor_loss)
 
     @torch.no_grad()
     def update_targets(self):

@@ -106,6 +106,8 @@ def described_card(capability):
         "get_device_properties": lambda device=None: card,
         "get_device_capability": lambda device=None: (card.major, card.minor),
         "_lazy_init": lambda: None,
+        "get_rng_state": lambda device=None: torch.zeros(0),
+        "set_rng_state": lambda state, device=None: None,
         "synchronize": lambda device=None: None,
     }
     of_inductor = {

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -9,8 +10,10 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import wait_for
@@ -626,7 +629,8 @@ def stand_ins(folder, srun):
         (folder / "bin" / name).chmod(0o755)
     path = f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     soon = {"RAY_gcs_rpc_server_connect_timeout_s": "1", "RAY_py_gcs_connect_timeout_s": "1"}  # instead of after 40 s
-    return os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "PATH": path} | soon
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "TEST_FOLDER": str(folder), "PATH": path}
+    return os.environ | job | soon
 
 
 @pytest.mark.thorough
@@ -652,10 +656,10 @@ def test_the_slurm_recipe_is_queued_again_and_goes_on(script):
         assert (folder / "scontrol.txt").read_text() == "requeue 7\n"
         interrupted = values(folder / "runs" / "walk")
         assert interrupted and all(0 < step < 20 for step, _ in interrupted.values())
-        stop_ray(port)
+        stop_ray(folder)
         assert subprocess.run(["bash", str(folder / "job.sh")], **job, timeout=200).returncode == 0
     finally:
-        stop_ray(port)
+        stop_ray(folder)
     assert (folder / "scontrol.txt").read_text() == "requeue 7\n"
     for seed in (1, 2, 3):
         assert values(folder / "runs" / "walk")[f"Walk-v0/base/{seed}"] == (20, by_hand(script, seed))
@@ -667,15 +671,21 @@ def test_the_slurm_recipe_ends_if_ray_does_not_start(tmp_path):
 
 
 def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Below those that the system gives to whoever asks for any port."""
+    for port in random.sample(range(10_000, 30_000), 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port")
 
 
-def stop_ray(port):
-    """Kill what is left of the recipe's second command: under Slurm that ends with the job."""
-    while subprocess.run(["pkill", "-9", "-f", f"[:=]{port}( |$)"]).returncode == 0:
-        time.sleep(0.2)
+def stop_ray(folder):
+    """Kill what is left of the recipe's second command, by its environment: under Slurm that ends with the job."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TEST_FOLDER") == str(folder):
+                process.kill()
+                process.wait(30)
 
 
 def test_two_commands_do_not_share_a_folder(script, tmp_path, capsys):
