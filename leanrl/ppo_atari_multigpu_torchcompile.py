@@ -411,9 +411,10 @@ class ClippedAdam:
         device = self.weights[0].device
         self.m = torch.zeros(sum(w.numel() for w in self.weights), device=device)
         self.v = torch.zeros_like(self.m)
-        self.lr = torch.tensor(lr, dtype=torch.float64, device=device)
-        self.betas = torch.tensor((self.beta1, self.beta2), dtype=torch.float64, device=device)
-        self.ones = torch.zeros_like(self.betas)  # the same averages as m and v, of ones: they correct the bias
+        self.lr = torch.tensor(lr, device=device)
+        self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
+        self.one = torch.ones_like(self.rates)
+        self.ones = torch.zeros_like(self.rates)  # the same averages as m and v, of ones: they correct the bias
 
     def gradient(self, loss):
         """The gradient of `loss`, one vector."""
@@ -424,7 +425,7 @@ class ClippedAdam:
         """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
         norm = gradient.norm()
         gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
+        self.ones.lerp_(self.one, self.rates)
         self.m.lerp_(gradient, 1 - self.beta1)
         self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
 

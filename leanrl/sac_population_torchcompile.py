@@ -437,15 +437,16 @@ class PopulationAdam:
         self.m = [torch.zeros_like(w) for w in self.weights]
         self.v = [torch.zeros_like(w) for w in self.weights]
         device = self.weights[0].device
-        self.lr = torch.tensor(lr, dtype=torch.float64, device=device)
-        self.betas = torch.tensor((self.beta1, self.beta2), dtype=torch.float64, device=device)
-        self.ones = torch.zeros_like(self.betas)  # the same averages as m and v, of ones: they correct the bias
+        self.lr = torch.tensor(lr, device=device)
+        self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
+        self.one = torch.ones_like(self.rates)
+        self.ones = torch.zeros_like(self.rates)  # the same averages as m and v, of ones: they correct the bias
 
     @torch.no_grad()
     def step(self, loss):
         """Move the weights one step against the gradient of `loss`, in place."""
         gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for what the loss lacks
-        self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)
+        self.ones.lerp_(self.one, self.rates)
         torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
         torch._foreach_mul_(self.v, self.beta2)
         torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
@@ -454,8 +455,8 @@ class PopulationAdam:
         ones1, ones2 = self.ones.unbind()
         root = ones2.sqrt()
         denominator = torch._foreach_sqrt(self.v)
-        torch._foreach_add_(denominator, (self.eps * root).float(), alpha=1)  # without `alpha` the host would wait
-        scale = (ones1 / (self.lr * root)).float()
+        torch._foreach_add_(denominator, self.eps * root, alpha=1)  # without `alpha` the host would wait
+        scale = ones1 / (self.lr * root)
         torch._foreach_mul_(denominator, [like(scale, w) for w in self.weights])
         torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
 

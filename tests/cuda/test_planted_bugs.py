@@ -28,10 +28,10 @@ CONTINUES = "test_a_checkpoint_continues_in_captured_graphs"
 WEIGHTS_ALONE = "test_the_host_waits_for_weights_alone"
 FRESH_BATCHES = "test_replays_draw_fresh_batches"
 STEP_COUNT = (
-    "self.ones.lerp_(torch.ones_like(self.ones), 1 - self.betas)",
-    "self.steps = getattr(self, 'steps', 0) + 1\n        self.ones.copy_(1 - self.betas**self.steps)",
+    "self.ones.lerp_(self.one, self.rates)",
+    "self.steps = getattr(self, 'steps', 0) + 1\n        self.ones.copy_(1 - (1 - self.rates) ** self.steps)",
 )
-READ_BY_FOREACH = ("(self.eps * root).float(), alpha=1)", "(self.eps * root).float())")
+READ_BY_FOREACH = ("self.eps * root, alpha=1)", "self.eps * root)")
 LEARNING_RATE = ('self.optimizers["agent"].lr.fill_(learning_rate)', 'self.optimizers["agent"].lr = learning_rate')
 NO_WAIT = ("self.actions_arrived.synchronize()", "pass")
 EARLY_EVENT = (
@@ -146,8 +146,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "ppo",
         "learning rate left on the CPU",
-        "torch.tensor(lr, dtype=torch.float64, device=device)",
-        "torch.tensor(lr, dtype=torch.float64)",
+        "torch.tensor(lr, device=device)",
+        "torch.tensor(lr)",
         TRAINING,
     ),
     (
