@@ -183,14 +183,14 @@ class TurboLayers:
     @torch.no_grad()
     def layers(self):
         optimizer = self.optimizer
-        ones1, ones2 = optimizer.ones
+        correction1, correction2 = optimizer.corrections
         layers = {}
         moments = ([kept[0] for kept in optimizer.gradients], listed(optimizer.m), listed(optimizer.v))
         if hasattr(optimizer, "parts"):  # each is one vector for all weights
             moments = [optimizer.parts(vector) for (vector,) in moments]
         for name, weights, gradient, m, v in zip(self.names, optimizer.weights, *moments, strict=True):
-            change = optimizer.lr * (m / ones1) / ((v / ones2).sqrt() + optimizer.eps)
-            triple = (gradient, weights.detach(), change.float())
+            change = optimizer.lr * (m / correction1) / ((v / correction2).sqrt() + optimizer.eps)
+            triple = (gradient, weights.detach(), change)
             if self.stacked:
                 layers |= {name.format(i): member for i, member in enumerate(zip(*triple, strict=True))}
             else:

@@ -74,7 +74,7 @@ class Args:
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
     resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # project on Weights & Biases
@@ -130,7 +130,7 @@ class DQN:
 
         self.widths = [self.obs_dim, self.obs_dim, 1, 1, 1]  # of observations, action, reward, terminated
         # random numbers are drawn outside of compiled functions, so that all modes draw the same ones
-        self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)
+        self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)  # float32 has too few steps
 
         # a block holds the transitions between two updates, or as many of them as the buffer
         steps = min(math.ceil(args.train_frequency / args.num_envs), max(1, args.buffer_size // args.num_envs))
@@ -186,7 +186,7 @@ class DQN:
         """`function`, which has no arguments and no results, compiled and as a CUDA graph where the flags say so."""
         if self.args.compile:
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-            torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
+            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the thread that is traced
             options = torch._inductor.list_mode_options(self.args.compile_mode)
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
@@ -196,11 +196,14 @@ class DQN:
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
             logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
-            function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
+            function = CudaGraphModule(function, warmup=3)  # captured at the third call, after compilation
         return function
 
     def store(self, **scalars):
-        """Keep scalars for the log, always in the same memory."""
+        """Keep scalars for the log, always in the same memory.
+
+        What depends on weights has to be stored before a step changes them: compiled code may compute it late.
+        """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
 
@@ -227,7 +230,7 @@ class DQN:
             "updates": self.updates,
             "numpy_rng": self.rng.bit_generator.state,
             "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all()[:1],  # of the device in use
+            "cuda_rng": [torch.cuda.get_rng_state()] if self.device.type == "cuda" else [],
         }
 
     def load_state_dict(self, state):
@@ -286,10 +289,10 @@ def flat_views(network):
 
 
 def numpy_function(module):
-    """`module`, on the CPU, as a function of a NumPy array, (batch, inputs), that reads the weights where they are.
+    """`module`, on the CPU, as a function of a NumPy array, (batch, inputs).
 
-    For a few rows of a small network torch takes tens of microseconds, almost all of them before it computes anything,
-    and NumPy a few. What is not listed here is called in torch.
+    A small network takes a few microseconds in NumPy and tens in torch. The function shares the weights' memory: it
+    sees what is copied into them, but not a parameter that replaces one. Layers not listed here are called in torch.
     """
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         functions = [numpy_function(layer) for layer in module]
@@ -311,16 +314,16 @@ def numpy_function(module):
 
 
 def needed_guards(guards):
-    """Which guards a compiled function checks at each call: not those on layers, imported modules and constants."""
+    """Drop the guards on layers and globals: calls are faster, but do not notice when one of these has changed."""
     not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
-    return [keep and keep_too for keep, keep_too in zip(not_layers, not_globals, strict=True)]
+    return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 class Adam:
     """Adam (Kingma and Ba 2015, arXiv:1412.6980) that can be part of a compiled function, as torch.optim's cannot.
 
-    To change the learning rate at any time, fill the tensor `lr`.
+    To change the learning rate, call `lr.fill_(value)`.
     """
 
     beta1, beta2, eps = 0.9, 0.999, 1e-8
@@ -333,28 +336,28 @@ class Adam:
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
         self.one = torch.ones_like(self.rates)
-        self.ones = torch.zeros_like(self.rates)  # the same averages as m and v, of ones: they correct the bias
+        self.corrections = torch.zeros_like(self.rates)  # of the bias, 1 - beta**t: the same averages, of ones
 
     @torch.no_grad()
     def step(self, loss):
         """Move the weights one step against the gradient of `loss`, in place."""
         gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for what the loss lacks
-        self.ones.lerp_(self.one, self.rates)
+        self.corrections.lerp_(self.one, self.rates)
         torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
         torch._foreach_mul_(self.v, self.beta2)
         torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
 
-        # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
-        ones1, ones2 = self.ones.unbind()
-        root = ones2.sqrt()
+        # weights -= lr * (m / correction1) / (sqrt(v / correction2) + eps), with all scalars in the denominator
+        correction1, correction2 = self.corrections.unbind()
+        root = correction2.sqrt()
         denominator = torch._foreach_sqrt(self.v)
         torch._foreach_add_(denominator, self.eps * root, alpha=1)  # without `alpha` the host would wait
-        torch._foreach_mul_(denominator, ones1 / (self.lr * root))
+        torch._foreach_mul_(denominator, correction1 / (self.lr * root))
         torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
 
     def tensors(self):
         """What a resumed run needs."""
-        return {"m": self.m, "v": self.v, "ones": self.ones}
+        return {"m": self.m, "v": self.v, "corrections": self.corrections}
 
 
 class BlockReplayBuffer:
@@ -410,7 +413,7 @@ class BlockReplayBuffer:
     def state_dict(self):
         self.send()
         self.store()
-        return {"rows": self.rows[: self.stored.clamp(max=self.size)].clone(), "stored": self.stored}
+        return {"rows": self.rows[: self.stored.clamp(max=self.size)].to("cpu", copy=True), "stored": self.stored}
 
     def load_state_dict(self, state):
         self.rows[: len(state["rows"])] = state["rows"]
@@ -638,9 +641,9 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
+        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
         return self
 
     def on_signal(self, number, frame):
@@ -653,10 +656,12 @@ class Run:
 
     def unfinished(self):
         """Whether to go on; writes a checkpoint first if one is due."""
+        if self.step >= self.args.total_timesteps or self.signal is not None:
+            return False  # `__exit__` writes the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
-        return self.step < self.args.total_timesteps and self.signal is None
+        return True
 
     def advance(self, rewards, ended):
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
@@ -685,7 +690,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; a checkpoint from before remains."""
+        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 

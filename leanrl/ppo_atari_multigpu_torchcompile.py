@@ -84,7 +84,7 @@ class Args:
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
     resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of rank 0's first environment
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # project on Weights & Biases
@@ -325,7 +325,7 @@ class PPO:
         """`function`, which has no arguments and no results, compiled and as a CUDA graph where the flags say so."""
         if self.args.compile:
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-            torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
+            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the thread that is traced
             options = torch._inductor.list_mode_options(self.args.compile_mode)
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
@@ -333,7 +333,7 @@ class PPO:
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
             logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
-            function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
+            function = CudaGraphModule(function, warmup=3)  # captured at the third call, after compilation
         return function
 
     def store(self, **scalars):
@@ -390,20 +390,20 @@ def gae(deltas, decay):
 
 
 def needed_guards(guards):
-    """Which guards a compiled function checks at each call: not those on layers, imported modules and constants."""
+    """Drop the guards on layers and globals: calls are faster, but do not notice when one of these has changed."""
     not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
-    return [keep and keep_too for keep, keep_too in zip(not_layers, not_globals, strict=True)]
+    return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 class ClippedAdam:
     """Adam (Kingma and Ba 2015, arXiv:1412.6980) on clipped gradients, which can be part of a compiled function.
 
     torch.optim's cannot. The gradients of all weights are one vector here, which has one norm and one Adam. To change
-    the learning rate at any time, fill the tensor `lr`.
+    the learning rate, call `lr.fill_(value)`.
     """
 
-    beta1, beta2, eps = 0.9, 0.999, 1e-5
+    beta1, beta2, eps = 0.9, 0.999, 1e-5  # CleanRL's eps for PPO; torch's default is 1e-8
 
     def __init__(self, weights, lr, max_grad_norm):
         self.weights = [w for w in weights if w.requires_grad]
@@ -414,7 +414,7 @@ class ClippedAdam:
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
         self.one = torch.ones_like(self.rates)
-        self.ones = torch.zeros_like(self.rates)  # the same averages as m and v, of ones: they correct the bias
+        self.corrections = torch.zeros_like(self.rates)  # of the bias, 1 - beta**t: the same averages, of ones
 
     def gradient(self, loss):
         """The gradient of `loss`, one vector."""
@@ -425,14 +425,14 @@ class ClippedAdam:
         """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
         norm = gradient.norm()
         gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        self.ones.lerp_(self.one, self.rates)
+        self.corrections.lerp_(self.one, self.rates)
         self.m.lerp_(gradient, 1 - self.beta1)
         self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
 
-        # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
-        ones1, ones2 = self.ones.unbind()
-        root = ones2.sqrt()
-        denominator = self.v.sqrt().add_(self.eps * root).mul_(ones1 / (self.lr * root))
+        # weights -= lr * (m / correction1) / (sqrt(v / correction2) + eps), with all scalars in the denominator
+        correction1, correction2 = self.corrections.unbind()
+        root = correction2.sqrt()
+        denominator = self.v.sqrt().add_(self.eps * root).mul_(correction1 / (self.lr * root))
         torch._foreach_addcdiv_(self.weights, self.parts(self.m), self.parts(denominator), -1)
         return norm
 
@@ -443,7 +443,7 @@ class ClippedAdam:
 
     def tensors(self):
         """What a resumed run needs."""
-        return {"m": self.m, "v": self.v, "ones": self.ones}
+        return {"m": self.m, "v": self.v, "corrections": self.corrections}
 
 
 def load_tensors(tensors, saved):
@@ -722,9 +722,9 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
+        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
         return self
 
     def on_signal(self, number, frame):
@@ -737,10 +737,12 @@ class Run:
 
     def unfinished(self):
         """Whether to go on; writes a checkpoint first if one is due."""
+        if self.step >= self.args.total_timesteps or self.signal is not None:
+            return False  # `__exit__` writes the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
-        return self.step < self.args.total_timesteps and self.signal is None
+        return True
 
     def advance(self, rewards, ended):
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
@@ -769,7 +771,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; a checkpoint from before remains."""
+        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 

@@ -5,8 +5,8 @@ The updates are those of the plain twin, ppo_continuous_action.py. What makes th
 1. The policy acts in NumPy, without values and log-probabilities (`numpy_function`, `PPO.act`).
 2. The environments are stepped without the work of gymnasium's vector environment (`DirectEnvs`).
 3. The rollout is one block of host memory, and one copy takes it to the device (`PPO.record`, `PPO.update`).
-4. Values, log-probabilities and advantages of a rollout are computed at once (`PPO.make_batch`), the advantages not in
-   num_steps steps, but by doubling in log2(num_steps) (`gae`).
+4. Values, log-probabilities and advantages of a rollout are computed at once (`PPO.make_batch`): the advantages take
+   log2(num_steps) rounds (`gae`).
 5. `--compile` makes one graph of a minibatch's forward, backward, clipping and Adam (`PPO.update_minibatch`).
 6. `--cudagraphs` replays all epochs of an iteration as one CUDA graph, or one each with --target-kl (`PPO.learn`).
 
@@ -77,7 +77,7 @@ class Args:
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
     resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # project on Weights & Biases
@@ -154,7 +154,7 @@ class PPO:
         self.mean_actions = numpy_function(self.host_agent.actor)
         self.noise = np.zeros((args.num_steps, envs.num_envs, act_dim), np.float32)
 
-        # the rollout, in host memory and on the device; widths are those of its six columns
+        # the rollout, in host memory and on the device: obs, next_obs, actions, rewards, terminated, ended
         on_cuda = device.type == "cuda"
         self.rollout_widths = [obs_dim, obs_dim, act_dim, 1, 1, 1]
         self.host_rollout = torch.zeros(args.num_steps, envs.num_envs, sum(self.rollout_widths), pin_memory=on_cuda)
@@ -163,7 +163,7 @@ class PPO:
         self.obs, self.next_obs, self.actions, *scalars = columns
         self.rewards, self.terminated, self.ended = (scalar[..., 0] for scalar in scalars)
 
-        # its transitions, and a minibatch of them: obs, actions, log_prob, values, advantages, returns
+        # all transitions, and a minibatch: obs, actions, log_prob, values, advantages, returns
         self.batch_widths = [obs_dim, act_dim, 1, 1, 1, 1]
         batch_size = args.num_steps * envs.num_envs
         self.batch = torch.zeros(batch_size, sum(self.batch_widths), device=device)
@@ -247,11 +247,11 @@ class PPO:
         )
 
     def update(self, learning_rate):
-        """Learn from the rollout: on a CUDA device this may go on when the method returns."""
+        """Learn from the rollout: a CUDA device may still be at it when this returns."""
         self.optimizers["agent"].lr.fill_(learning_rate)
         self.agent.obs_mean.copy_(torch.from_numpy(self.normalizer.obs_mean))
         self.agent.obs_std.copy_(torch.from_numpy(self.normalizer.obs_std))
-        self.rollout.copy_(self.host_rollout, non_blocking=True)
+        self.rollout.copy_(self.host_rollout)
         self.make_batch()
         for _ in range(self.args.update_epochs // self.epochs_at_once):
             # random numbers are drawn outside of graphs, so that all modes draw the same ones
@@ -309,7 +309,10 @@ class PPO:
         return CudaGraphModule(function, warmup=3)  # captured at the third call, when all has been compiled
 
     def store(self, **scalars):
-        """Keep scalars for the log, always in the same memory."""
+        """Keep scalars for the log, always in the same memory.
+
+        What depends on weights has to be stored before a step changes them: compiled code may compute it late.
+        """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
 
@@ -332,7 +335,7 @@ class PPO:
         return self.tensors() | {
             "updates": self.updates,
             "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all()[:1],  # of the device in use
+            "cuda_rng": [torch.cuda.get_rng_state()] if self.device.type == "cuda" else [],
         }
 
     def load_state_dict(self, state):
@@ -366,10 +369,10 @@ def gae(deltas, decay):
 
 
 def numpy_function(module):
-    """`module`, on the CPU, as a function of a NumPy array, (batch, inputs), that reads the weights where they are.
+    """`module`, on the CPU, as a function of a NumPy array, (batch, inputs).
 
-    For a few rows of a small network torch takes tens of microseconds, almost all of them before it computes anything,
-    and NumPy a few. What is not listed here is called in torch.
+    A small network takes a few microseconds in NumPy and tens in torch. The function shares the weights' memory: it
+    sees what is copied into them, but not a parameter that replaces one. Layers not listed here are called in torch.
     """
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         functions = [numpy_function(layer) for layer in module]
@@ -455,10 +458,10 @@ class ClippedAdam:
     """Adam (Kingma and Ba 2015, arXiv:1412.6980) on clipped gradients, which can be part of a compiled function.
 
     torch.optim's cannot. The gradients of all weights are one vector here, which has one norm and one Adam. To change
-    the learning rate at any time, fill the tensor `lr`.
+    the learning rate, call `lr.fill_(value)`.
     """
 
-    beta1, beta2, eps = 0.9, 0.999, 1e-5
+    beta1, beta2, eps = 0.9, 0.999, 1e-5  # CleanRL's eps for PPO; torch's default is 1e-8
 
     def __init__(self, weights, lr, max_grad_norm):
         self.weights = [w for w in weights if w.requires_grad]
@@ -469,7 +472,7 @@ class ClippedAdam:
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
         self.one = torch.ones_like(self.rates)
-        self.ones = torch.zeros_like(self.rates)  # the same averages as m and v, of ones: they correct the bias
+        self.corrections = torch.zeros_like(self.rates)  # of the bias, 1 - beta**t: the same averages, of ones
 
     def gradient(self, loss):
         """The gradient of `loss`, one vector."""
@@ -480,14 +483,14 @@ class ClippedAdam:
         """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
         norm = gradient.norm()
         gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        self.ones.lerp_(self.one, self.rates)
+        self.corrections.lerp_(self.one, self.rates)
         self.m.lerp_(gradient, 1 - self.beta1)
         self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
 
-        # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
-        ones1, ones2 = self.ones.unbind()
-        root = ones2.sqrt()
-        denominator = self.v.sqrt().add_(self.eps * root).mul_(ones1 / (self.lr * root))
+        # weights -= lr * (m / correction1) / (sqrt(v / correction2) + eps), with all scalars in the denominator
+        correction1, correction2 = self.corrections.unbind()
+        root = correction2.sqrt()
+        denominator = self.v.sqrt().add_(self.eps * root).mul_(correction1 / (self.lr * root))
         torch._foreach_addcdiv_(self.weights, self.parts(self.m), self.parts(denominator), -1)
         return norm
 
@@ -498,14 +501,14 @@ class ClippedAdam:
 
     def tensors(self):
         """What a resumed run needs."""
-        return {"m": self.m, "v": self.v, "ones": self.ones}
+        return {"m": self.m, "v": self.v, "corrections": self.corrections}
 
 
 def needed_guards(guards):
-    """Which guards a compiled function checks at each call: not those on layers, imported modules and constants."""
+    """Drop the guards on layers and globals: calls are faster, but do not notice when one of these has changed."""
     not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
-    return [keep and keep_too for keep, keep_too in zip(not_layers, not_globals, strict=True)]
+    return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 def load_tensors(tensors, saved):
@@ -554,9 +557,8 @@ def check_minibatches(args):
     """Refuse sizes that do not fit together."""
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches or (args.norm_adv and batch_size == args.num_minibatches):
-        refuse(
-            "num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch_size}, below it"
-        )
+        remedy = f"give a divisor of num_envs * num_steps, {batch_size}, smaller than it"
+        refuse("num_minibatches", args.num_minibatches, remedy)
 
 
 def make_envs(args, folder):
@@ -720,9 +722,9 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
+        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
         return self
 
     def on_signal(self, number, frame):
@@ -735,10 +737,12 @@ class Run:
 
     def unfinished(self):
         """Whether to go on; writes a checkpoint first if one is due."""
+        if self.step >= self.args.total_timesteps or self.signal is not None:
+            return False  # `__exit__` writes the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
-        return self.step < self.args.total_timesteps and self.signal is None
+        return True
 
     def advance(self, rewards, ended):
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
@@ -767,7 +771,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; a checkpoint from before remains."""
+        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 

@@ -43,12 +43,12 @@ from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 HIDDEN = 128  # units of the recurrent cell
-CHUNK = 8  # steps of a sequence in one compiled function, if they divide it
+CHUNK = 8  # steps of a sequence in one compiled function, or their greatest common divisor with --num-steps
 CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
@@ -87,7 +87,7 @@ class Args:
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
     resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # project on Weights & Biases
@@ -149,7 +149,8 @@ class Agent(nn.Module):
         normalized = ((obs - self.obs_mean) / self.obs_std).clamp(-10, 10).float()
         state = self.remember(normalized, state)
         outputs = self.actor(state[..., :HIDDEN])
-        return outputs.argmax(-1) if self.discrete else outputs.clamp(self.low, self.high), state
+        actions = outputs.argmax(-1) if self.discrete else outputs.clamp(self.low, self.high)
+        return actions, state
 
     def remember(self, obs, state):
         """The next states, (batch, state_dim), for normalized observations, (batch, obs_dim)."""
@@ -184,8 +185,8 @@ class Agent(nn.Module):
 class PPO:
     """The learner. CUDA graphs replay kernels, not Python: what changes in training is a tensor, updated in place.
 
-    The backward pass through time is autograd's, made for a few compiled steps at a time. Only the gradient of the
-    recurrent weight is computed for all steps at once, see `RecurrentBias`.
+    Acting steps the cell by `Agent.remember`, and learning computes the same steps in `unroll`, with `GATES`: change
+    both together. Before the first update of an iteration the ratio of new to old probabilities then is 1.
     """
 
     def __init__(self, args, envs, device):
@@ -197,8 +198,8 @@ class PPO:
             self.agent = Agent(obs_dim, self.action_space, args.cell)
         act_dim, state_dim = self.agent.act_dim, self.agent.state_dim
         self.gates = GATES[args.cell]
-        if args.compile:  # computed again in the backward pass: a step keeps one tensor for it, and not five
-            self.gates = partial(checkpoint, self.gates, use_reentrant=False)
+        if args.compile:  # the backward pass computes the gates again: a step keeps one tensor for it, not five
+            self.gates = partial(recompute, self.gates, use_reentrant=False)
         self.optimizers = {"agent": ClippedAdam(self.agent.parameters(), args.learning_rate, args.max_grad_norm)}
         self.normalizer = Normalizer(envs.num_envs, obs_dim, args.gamma)
         names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance", "grad_norm"]
@@ -222,7 +223,6 @@ class PPO:
         self.state = torch.zeros(envs.num_envs, state_dim, device=device)  # after the newest step
         self.host_chosen = torch.zeros(envs.num_envs, act_dim, pin_memory=on_cuda)
         self.chosen = self.host_chosen.to(device)
-        self.actions_arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
 
         # learning: observations, actions, and columns of one number
         self.batch_widths = [obs_dim, act_dim, 5]
@@ -230,8 +230,6 @@ class PPO:
         # with --target-kl the host looks at the divergence after each epoch
         self.epochs_at_once = args.update_epochs if args.target_kl is None else 1
         self.orders = torch.zeros(self.epochs_at_once, envs.num_envs, dtype=torch.int64, device=device)
-        # what the recurrent weight is multiplied by in a minibatch: the hidden states before each step
-        self.before = torch.zeros(args.num_steps, envs.num_envs // args.num_minibatches, HIDDEN, device=device)
         self.from_obs = self.compiled(self.from_obs)
         self.unroll_chunk = self.compiled(self.unroll_chunk)
         self.loss = self.compiled(self.loss)
@@ -269,14 +267,15 @@ class PPO:
         cell = self.agent.cell
         chunk = math.gcd(self.args.num_steps, CHUNK)
         keep = 1 - starts.unsqueeze(-1)
-        bias = RecurrentBias.apply(cell.weight_hh, cell.bias_hh, self.before)
-        before = [state[None]]
+        hidden = torch.empty(*obs.shape[:2], HIDDEN, device=self.device)  # of the recurrent product, filled below
+        bias = RecurrentBias.apply(cell.weight_hh, cell.bias_hh, hidden)
+        states = [state[None]]
         state = state.requires_grad_()  # as the states between two chunks: all chunks are one compiled function
         for inputs in zip(self.from_obs(obs).split(chunk), bias.split(chunk), keep.split(chunk), strict=True):
-            states, state = self.unroll_chunk(state, *inputs)
-            before.append(states)
-        states = torch.cat(before)
-        self.before.copy_((keep * states[:-1, :, :HIDDEN]).detach())
+            chunk_states, state = self.unroll_chunk(state, *inputs)
+            states.append(chunk_states)
+        states = torch.cat(states)
+        hidden.copy_((keep * states[:-1, :, :HIDDEN]).detach())
         return states[1:]
 
     def unroll_chunk(self, state, from_obs, bias, keep):
@@ -320,11 +319,11 @@ class PPO:
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
         return loss, {name: value.detach() for name, value in losses.items()}
 
-    def update_minibatch(self, envs):
-        """One step of Adam on the sequences of the environments `envs`; returns what to log, by name."""
-        obs, actions, numbers = self.batch.index_select(1, envs).split(self.batch_widths, -1)
+    def update_minibatch(self, env_ids):
+        """One step of Adam on the sequences of the environments `env_ids`; returns what to log, by name."""
+        obs, actions, numbers = self.batch.index_select(1, env_ids).split(self.batch_widths, -1)
         starts, *columns = numbers.unbind(-1)
-        states = self.unroll(obs, starts, self.states[0].index_select(0, envs))
+        states = self.unroll(obs, starts, self.states[0].index_select(0, env_ids))
         loss, losses = self.loss(states, actions, *columns)
         gradient = self.optimizers["agent"].gradient(loss)
         return losses | {"grad_norm": self.descend(gradient)}
@@ -332,15 +331,15 @@ class PPO:
     def learn(self):
         """Pass over the batch once for each of `orders`, in minibatches; store the last pass's mean losses."""
         for order in self.orders:
-            losses = [self.update_minibatch(envs) for envs in order.chunk(self.args.num_minibatches)]
+            losses = [self.update_minibatch(env_ids) for env_ids in order.chunk(self.args.num_minibatches)]
         self.store(**{name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]})
 
     def update(self, learning_rate):
-        """Learn from the rollout: on a CUDA device this may go on when the method returns."""
+        """Learn from the rollout: a CUDA device may still be at it when this returns."""
         self.optimizers["agent"].lr.fill_(learning_rate)
         self.agent.obs_mean.copy_(torch.from_numpy(self.normalizer.obs_mean))
         self.agent.obs_std.copy_(torch.from_numpy(self.normalizer.obs_std))
-        self.rollout.copy_(self.host_rollout, non_blocking=True)
+        self.rollout.copy_(self.host_rollout)
         self.make_batch()
         for _ in range(self.args.update_epochs // self.epochs_at_once):
             # random numbers are drawn outside of graphs, so that all modes draw the same ones
@@ -371,9 +370,7 @@ class PPO:
         self.row.copy_(self.host_rollout[t], non_blocking=True)
         self.decide()
         self.states[t + 1].copy_(self.state)
-        self.host_chosen.copy_(self.chosen, non_blocking=True)
-        self.actions_arrived.record()
-        self.actions_arrived.synchronize()
+        self.host_chosen.copy_(self.chosen)  # waits for the actions
         self.actions[t] = actions = self.host_chosen.numpy()
         if self.agent.discrete:
             return actions[:, 0].astype(np.int64)
@@ -395,8 +392,6 @@ class PPO:
         """`function` compiled if --compile says so."""
         if not self.args.compile:
             return function
-        torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-        torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
         options = torch._inductor.list_mode_options(self.args.compile_mode)
         options["guard_filter_fn"] = needed_guards
         if self.device.type == "cuda":
@@ -413,7 +408,10 @@ class PPO:
         return CudaGraphModule(function, warmup=3)  # captured at the third call, when all has been compiled
 
     def store(self, **scalars):
-        """Keep scalars for the log, always in the same memory."""
+        """Keep scalars for the log, always in the same memory.
+
+        What depends on weights has to be stored before a step changes them: compiled code may compute it late.
+        """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
 
@@ -423,7 +421,8 @@ class PPO:
 
     def policy(self):
         """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
-        return copy.deepcopy(self.agent).cpu(), (torch.zeros(2, self.obs_dim), torch.zeros(2, self.agent.state_dim))
+        inputs = (torch.zeros(2, self.obs_dim), torch.zeros(2, self.agent.state_dim))
+        return copy.deepcopy(self.agent).cpu().eval(), inputs
 
     def tensors(self):
         """Every tensor that updates change. What is missing here is not saved."""
@@ -436,7 +435,7 @@ class PPO:
         return self.tensors() | {
             "updates": self.updates,
             "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all()[:1],  # of the device in use
+            "cuda_rng": [torch.cuda.get_rng_state()] if self.device.type == "cuda" else [],
         }
 
     def load_state_dict(self, state):
@@ -449,38 +448,39 @@ class PPO:
 
 
 class RecurrentBias(torch.autograd.Function):
-    """The bias of the recurrent product, once for each step, and the gradients of this product's weight and bias.
+    """The bias of the recurrent product, once for each step. Its backward pass makes the gradient of `weight`, too.
 
-    The gradient of the weight is a sum over all steps. Autograd would add to it step by step, with a matmul for each: a
-    minibatch then takes a fifth more time. But the gradient of each step's bias is that of its product, and from those
-    of all steps one matmul makes the sum.
+    The loop over steps uses the weight detached: otherwise autograd would sum its gradient with a matmul per step, and
+    a minibatch would take 1.28 times as long. The gradient of a step's bias is that of its product, hidden @ weight.T.
+    So one matmul over all steps makes the sum, if `hidden` is what the product took.
     """
 
     @staticmethod
-    def forward(ctx, weight, bias, before):
-        """`before` is filled later: the hidden states that the product takes, (num_steps, sequences, HIDDEN)."""
-        ctx.before = before
-        return bias.repeat(*before.shape[:2], 1)
+    def forward(ctx, weight, bias, hidden):
+        """`hidden`, (num_steps, sequences, HIDDEN), has to be filled before the backward pass."""
+        ctx.hidden = hidden
+        return bias.repeat(*hidden.shape[:2], 1)
 
     @staticmethod
     def backward(ctx, gradient):
         gradient = gradient.flatten(0, 1)
-        return gradient.T @ ctx.before.flatten(0, 1), gradient.sum(0), None
+        return gradient.T @ ctx.hidden.flatten(0, 1), gradient.sum(0), None
 
 
 def lstm(from_obs, from_state, state):
     """The next state of an LSTM, its hidden state and its cell state side by side, like nn.LSTMCell."""
     _, memory = state.chunk(2, -1)
-    keep, forget, new, out = (from_obs + from_state).chunk(4, -1)
-    memory = forget.sigmoid() * memory + keep.sigmoid() * new.tanh()
-    return torch.cat((out.sigmoid() * memory.tanh(), memory), -1)
+    input_gate, forget_gate, candidate, output_gate = (from_obs + from_state).chunk(4, -1)
+    memory = forget_gate.sigmoid() * memory + input_gate.sigmoid() * candidate.tanh()
+    return torch.cat((output_gate.sigmoid() * memory.tanh(), memory), -1)
 
 
 def gru(from_obs, from_state, state):
     """The next state of a GRU, like nn.GRUCell."""
-    (reset, update, new), (own_reset, own_update, own_new) = from_obs.chunk(3, -1), from_state.chunk(3, -1)
-    new = (new + (reset + own_reset).sigmoid() * own_new).tanh()
-    return new + (update + own_update).sigmoid() * (state - new)
+    reset, update, new = from_obs.chunk(3, -1)
+    own_reset, own_update, own_new = from_state.chunk(3, -1)
+    candidate = (new + (reset + own_reset).sigmoid() * own_new).tanh()
+    return candidate + (update + own_update).sigmoid() * (state - candidate)
 
 
 GATES = {"lstm": lstm, "gru": gru}
@@ -566,10 +566,10 @@ class ClippedAdam:
     """Adam (Kingma and Ba 2015, arXiv:1412.6980) on clipped gradients, which can be part of a compiled function.
 
     torch.optim's cannot. The gradients of all weights are one vector here, which has one norm and one Adam. To change
-    the learning rate at any time, fill the tensor `lr`.
+    the learning rate, call `lr.fill_(value)`.
     """
 
-    beta1, beta2, eps = 0.9, 0.999, 1e-5
+    beta1, beta2, eps = 0.9, 0.999, 1e-5  # CleanRL's eps for PPO; torch's default is 1e-8
 
     def __init__(self, weights, lr, max_grad_norm):
         self.weights = [w for w in weights if w.requires_grad]
@@ -580,7 +580,7 @@ class ClippedAdam:
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
         self.one = torch.ones_like(self.rates)
-        self.ones = torch.zeros_like(self.rates)  # the same averages as m and v, of ones: they correct the bias
+        self.corrections = torch.zeros_like(self.rates)  # of the bias, 1 - beta**t: the same averages, of ones
 
     def gradient(self, loss):
         """The gradient of `loss`, one vector."""
@@ -591,14 +591,14 @@ class ClippedAdam:
         """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
         norm = gradient.norm()
         gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        self.ones.lerp_(self.one, self.rates)
+        self.corrections.lerp_(self.one, self.rates)
         self.m.lerp_(gradient, 1 - self.beta1)
         self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
 
-        # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
-        ones1, ones2 = self.ones.unbind()
-        root = ones2.sqrt()
-        denominator = self.v.sqrt().add_(self.eps * root).mul_(ones1 / (self.lr * root))
+        # weights -= lr * (m / correction1) / (sqrt(v / correction2) + eps), with all scalars in the denominator
+        correction1, correction2 = self.corrections.unbind()
+        root = correction2.sqrt()
+        denominator = self.v.sqrt().add_(self.eps * root).mul_(correction1 / (self.lr * root))
         torch._foreach_addcdiv_(self.weights, self.parts(self.m), self.parts(denominator), -1)
         return norm
 
@@ -609,14 +609,14 @@ class ClippedAdam:
 
     def tensors(self):
         """What a resumed run needs."""
-        return {"m": self.m, "v": self.v, "ones": self.ones}
+        return {"m": self.m, "v": self.v, "corrections": self.corrections}
 
 
 def needed_guards(guards):
-    """Which guards a compiled function checks at each call: not those on layers, imported modules and constants."""
+    """Drop the guards on layers and globals: calls are faster, but do not notice when one of these has changed."""
     not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
-    return [keep and keep_too for keep, keep_too in zip(not_layers, not_globals, strict=True)]
+    return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 def load_tensors(tensors, saved):
@@ -831,9 +831,9 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
+        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
         return self
 
     def on_signal(self, number, frame):
@@ -846,10 +846,12 @@ class Run:
 
     def unfinished(self):
         """Whether to go on; writes a checkpoint first if one is due."""
+        if self.step >= self.args.total_timesteps or self.signal is not None:
+            return False  # `__exit__` writes the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
-        return self.step < self.args.total_timesteps and self.signal is None
+        return True
 
     def advance(self, rewards, ended):
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
@@ -878,7 +880,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; a checkpoint from before remains."""
+        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 

@@ -73,7 +73,7 @@ class Args:
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
     resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # project on Weights & Biases
@@ -224,7 +224,7 @@ class SAC:
             "replay": self.replay.state_dict() if self.args.checkpoint_replay else {},
             "updates": self.updates,
             "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all()[:1],  # of the device in use
+            "cuda_rng": [torch.cuda.get_rng_state()] if self.device.type == "cuda" else [],
         }
 
     def load_state_dict(self, state):
@@ -595,9 +595,9 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
+        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
         return self
 
     def on_signal(self, number, frame):
@@ -610,10 +610,12 @@ class Run:
 
     def unfinished(self):
         """Whether to go on; writes a checkpoint first if one is due."""
+        if self.step >= self.args.total_timesteps or self.signal is not None:
+            return False  # `__exit__` writes the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
-        return self.step < self.args.total_timesteps and self.signal is None
+        return True
 
     def advance(self, rewards, ended):
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
@@ -642,7 +644,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; a checkpoint from before remains."""
+        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 

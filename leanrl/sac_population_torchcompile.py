@@ -162,7 +162,8 @@ class SACPopulation:
         self.device = device
         self.action_space = envs[0].single_action_space
         self.obs_dim = obs_dim = envs[0].single_observation_space.shape[0]
-        self.act_dim = act_dim = self.action_space.shape[0]
+        act_dim = self.action_space.shape[0]
+        self.target_entropy = -act_dim
         on_cuda = device.type == "cuda"
         actors, critics, self.generators = [], [], []
         for agent in agents:
@@ -226,7 +227,8 @@ class SACPopulation:
 
         # critic loss (eq. 5)
         with torch.no_grad():
-            next_actions, next_log_prob = self.actor.sample(*self.actor.gaussian(next_obs), self.noise)
+            mean, log_std = self.actor.gaussian(next_obs)
+            next_actions, next_log_prob = self.actor.sample(mean, log_std, self.noise)
             next_q = self.q_values(self.target_critics, next_obs, next_actions).amin(1)
             next_v = next_q - self.log_alpha.exp().unsqueeze(-1) * next_log_prob
             target = rewards.squeeze(-1) + (1 - terminated.squeeze(-1)) * self.gamma * next_v
@@ -239,23 +241,22 @@ class SACPopulation:
         """Steps on the actors for the observations of `batch`, each followed by one on the entropy coefficients."""
         obs, *_ = self.batch.split(self.widths, -1)
         critics = {name: weights.detach() for name, weights in self.critics.items()}
-        gaussian = self.actor.gaussian(obs)
+        mean, log_std = self.actor.gaussian(obs)
         for noise, temperature_noise in self.actor_noise.movedim(0, 2):
             # actor loss (eq. 7)
-            actions, log_prob = self.actor.sample(*gaussian, noise)
+            actions, log_prob = self.actor.sample(mean, log_std, noise)
             q = self.q_values(critics, obs, actions).amin(1)
             alpha = self.log_alpha.exp().unsqueeze(-1)
             actor_loss = (alpha.detach() * log_prob - q).mean(-1)
             self.store(actor_loss=actor_loss, entropy=-log_prob.mean(-1))
             self.optimizers["actor"].step(actor_loss.sum())
-            gaussian = self.actor.gaussian(obs)  # the new actors': for the temperature and for the next step
+            mean, log_std = self.actor.gaussian(obs)  # of the new actors: for the temperature and the next step
 
             # temperature (eq. 18)
             if self.args.autotune:
                 with torch.no_grad():
-                    _, log_prob = self.actor.sample(*gaussian, temperature_noise)
-                target_entropy = -self.act_dim
-                alpha_loss = (-alpha * (log_prob + target_entropy)).mean(-1)
+                    _, log_prob = self.actor.sample(mean, log_std, temperature_noise)
+                alpha_loss = (-alpha * (log_prob + self.target_entropy)).mean(-1)
                 self.store(alpha_loss=alpha_loss)
                 self.optimizers["alpha"].step(alpha_loss.sum())
         self.store(alpha=self.log_alpha.exp())
@@ -305,9 +306,10 @@ class SACPopulation:
     @torch.no_grad()
     def store_and_act(self):
         """Store the transitions in `input`, and sample actions for the observations that follow them."""
-        transitions, obs = self.input.split((sum(self.widths), self.widths[0]), -1)
+        transitions, obs = self.input.split((sum(self.widths), self.obs_dim), -1)
         self.replay.write(transitions)
-        actions, _ = self.actor.sample(*self.actor.gaussian(obs), self.acting_noise)
+        mean, log_std = self.actor.gaussian(obs)
+        actions, _ = self.actor.sample(mean, log_std, self.acting_noise)
         self.actions.copy_(actions)
 
     def observe(self, obs, next_obs, actions, rewards, terminated, act_on):
@@ -336,7 +338,7 @@ class SACPopulation:
         """`function`, which has no arguments and no results, compiled and as a CUDA graph where the flags say so."""
         if self.args.compile:
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-            torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
+            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the thread that is traced
             options = torch._inductor.list_mode_options(compile_mode or self.args.compile_mode)
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
@@ -344,11 +346,14 @@ class SACPopulation:
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
             logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
-            function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
+            function = CudaGraphModule(function, warmup=3)  # captured at the third call, after compilation
         return function
 
     def store(self, **scalars):
-        """Keep scalars for the log, always in the same memory."""
+        """Keep scalars for the log, always in the same memory.
+
+        What depends on weights has to be stored before a step changes them: compiled code may compute it late.
+        """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
 
@@ -375,7 +380,7 @@ class SACPopulation:
         own = tree_map(lambda tensor: tensor[i], stacked)
         own["networks"]["actor"] |= {"scale": self.actor.scale, "bias": self.actor.bias}
         for name, optimizer in self.optimizers.items():
-            own["optimizers"][name]["ones"] = optimizer.ones
+            own["optimizers"][name]["corrections"] = optimizer.corrections
         return own
 
     def state_dict(self, i):
@@ -417,10 +422,10 @@ class Together(nn.Module):
 
 
 def needed_guards(guards):
-    """Which guards a compiled function checks at each call: not those on layers, imported modules and constants."""
+    """Drop the guards on layers and globals: calls are faster, but do not notice when one of these has changed."""
     not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
-    return [keep and keep_too for keep, keep_too in zip(not_layers, not_globals, strict=True)]
+    return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 class PopulationAdam:
@@ -440,23 +445,23 @@ class PopulationAdam:
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
         self.one = torch.ones_like(self.rates)
-        self.ones = torch.zeros_like(self.rates)  # the same averages as m and v, of ones: they correct the bias
+        self.corrections = torch.zeros_like(self.rates)  # of the bias, 1 - beta**t: the same averages, of ones
 
     @torch.no_grad()
     def step(self, loss):
         """Move the weights one step against the gradient of `loss`, in place."""
         gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for what the loss lacks
-        self.ones.lerp_(self.one, self.rates)
+        self.corrections.lerp_(self.one, self.rates)
         torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
         torch._foreach_mul_(self.v, self.beta2)
         torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
 
-        # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
-        ones1, ones2 = self.ones.unbind()
-        root = ones2.sqrt()
+        # weights -= lr * (m / correction1) / (sqrt(v / correction2) + eps), with all scalars in the denominator
+        correction1, correction2 = self.corrections.unbind()
+        root = correction2.sqrt()
         denominator = torch._foreach_sqrt(self.v)
         torch._foreach_add_(denominator, self.eps * root, alpha=1)  # without `alpha` the host would wait
-        scale = ones1 / (self.lr * root)
+        scale = correction1 / (self.lr * root)
         torch._foreach_mul_(denominator, [like(scale, w) for w in self.weights])
         torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
 
@@ -486,7 +491,7 @@ class PopulationReplay:
         return self.rows[self.agents, (uniform * self.stored.clamp(max=self.rows.shape[1])).long()]
 
     def state_dict(self, i):
-        return {"rows": self.rows[i, : self.stored].clone(), "stored": self.stored.clone()}
+        return {"rows": self.rows[i, : self.stored].to("cpu", copy=True), "stored": self.stored.clone()}
 
     def load_state_dict(self, i, state):
         self.rows[i, : len(state["rows"])] = state["rows"]
@@ -524,8 +529,6 @@ def train(args):
             obs[i], _ = envs[i].reset(seed=agents[i].seed + population.step)
         actions = np.stack([own.action_space.sample() for own in envs])
         while population.unfinished():
-            if population.step < args.learning_starts:
-                actions = np.stack([own.action_space.sample() for own in envs])
             for i in population.runs:  # while CUDA runs the last update
                 next_obs[i], rewards[i], terminated[i], truncated[i], _ = envs[i].step(actions[i])
             ended = terminated | truncated
@@ -539,9 +542,11 @@ def train(args):
             if population.step > args.learning_starts:
                 for _ in range(args.updates_per_step):
                     learner.update()
+                if population.step // args.num_envs % LOG_INTERVAL == 0:
+                    population.log(learner.losses())
             actions = learner.next_actions()
-            if population.step > args.learning_starts and population.step // args.num_envs % LOG_INTERVAL == 0:
-                population.log(learner.losses())
+            if population.step < args.learning_starts:
+                actions = np.stack([own.action_space.sample() for own in envs])
 
 
 def agents_of(args):
@@ -728,9 +733,9 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
+        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
         return self
 
     def on_signal(self, number, frame):
@@ -743,10 +748,12 @@ class Run:
 
     def unfinished(self):
         """Whether to go on; writes a checkpoint first if one is due."""
+        if self.step >= self.args.total_timesteps or self.signal is not None:
+            return False  # `__exit__` writes the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
-        return self.step < self.args.total_timesteps and self.signal is None
+        return True
 
     def advance(self, rewards, ended):
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
@@ -775,7 +782,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; a checkpoint from before remains."""
+        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 

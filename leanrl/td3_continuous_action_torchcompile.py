@@ -76,7 +76,7 @@ class Args:
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
     resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # save a checkpoint every so many environment steps (0: only at the end)
+    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # project on Weights & Biases
@@ -140,7 +140,7 @@ class TD3:
         with device:
             self.actor = Actor(obs_dim, envs.single_action_space)
             critics = [Critic(obs_dim, act_dim) for _ in range(NUM_CRITICS)]
-        self.critic = critics[0]  # for its `forward`
+        self.critic = critics[0]  # for its `forward`: its weights are not those that learn
         self.critics, _ = stack_module_state(critics)  # parameters by name, (NUM_CRITICS, ...)
         self.target_actor = copy.deepcopy(self.actor)
         self.target_critics = {name: weights.detach().clone() for name, weights in self.critics.items()}
@@ -155,7 +155,7 @@ class TD3:
         self.replay = DeviceReplayBuffer(args.buffer_size, sum(self.widths), device)
         self.batch = torch.zeros(args.batch_size, sum(self.widths), device=device)
         # random numbers are drawn outside of compiled functions, so that all modes draw the same ones
-        self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)
+        self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)  # float32 has too few steps
         self.noise = torch.zeros(args.batch_size, act_dim, device=device)
         self.acting_noise = torch.zeros(envs.num_envs, act_dim, device=device)
 
@@ -211,9 +211,10 @@ class TD3:
             return functional_call(self.critic, weights, (obs, actions))
 
         if self.args.compile or self.args.cudagraphs:
-            return vmap(q, randomness="different")(critics)
-        members = [dict(zip(critics, member, strict=True)) for member in zip(*critics.values(), strict=True)]
-        return torch.stack([q(weights) for weights in members])  # in eager code faster, one after the other
+            return vmap(q, randomness="different")(critics)  # dropout would draw a mask for each critic
+        # eager code is faster one critic at a time
+        members = zip(*critics.values(), strict=True)
+        return torch.stack([q(dict(zip(critics, weights, strict=True))) for weights in members])
 
     def update(self):
         """Launch one update: on a CUDA device it may still run when this returns."""
@@ -238,7 +239,7 @@ class TD3:
         All are NumPy, (num_envs, ...). `next_actions` has to be called before the next call of this.
         """
         columns = (obs, next_obs, actions, rewards[:, None], terminated[:, None], act_on)
-        np.concatenate(columns, 1, self.host_input.numpy(), casting="unsafe")
+        np.concatenate(columns, axis=1, out=self.host_input.numpy(), casting="unsafe")
         self.input.copy_(self.host_input, non_blocking=True)
         self.acting_noise.normal_()
         self.store_and_act()
@@ -254,7 +255,7 @@ class TD3:
         """`function`, which has no arguments and no results, compiled and as a CUDA graph where the flags say so."""
         if self.args.compile:
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-            torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
+            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the thread that is traced
             options = torch._inductor.list_mode_options(compile_mode or self.args.compile_mode)
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
@@ -262,11 +263,14 @@ class TD3:
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
             logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
-            function = CudaGraphModule(function, warmup=3)  # captured at the third call, when it has been compiled
+            function = CudaGraphModule(function, warmup=3)  # captured at the third call, after compilation
         return function
 
     def store(self, **scalars):
-        """Keep scalars for the log, always in the same memory."""
+        """Keep scalars for the log, always in the same memory.
+
+        What depends on weights has to be stored before a step changes them: compiled code may compute it late.
+        """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
 
@@ -295,7 +299,7 @@ class TD3:
             "replay": self.replay.state_dict(),
             "updates": self.updates,
             "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state_all()[:1],  # of the device in use
+            "cuda_rng": [torch.cuda.get_rng_state()] if self.device.type == "cuda" else [],
         }
 
     def load_state_dict(self, state):
@@ -309,16 +313,16 @@ class TD3:
 
 
 def needed_guards(guards):
-    """Which guards a compiled function checks at each call: not those on layers, imported modules and constants."""
+    """Drop the guards on layers and globals: calls are faster, but do not notice when one of these has changed."""
     not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
-    return [keep and keep_too for keep, keep_too in zip(not_layers, not_globals, strict=True)]
+    return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 class Adam:
     """Adam (Kingma and Ba 2015, arXiv:1412.6980) that can be part of a compiled function, as torch.optim's cannot.
 
-    To change the learning rate at any time, fill the tensor `lr`.
+    To change the learning rate, call `lr.fill_(value)`.
     """
 
     beta1, beta2, eps = 0.9, 0.999, 1e-8
@@ -331,28 +335,28 @@ class Adam:
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
         self.one = torch.ones_like(self.rates)
-        self.ones = torch.zeros_like(self.rates)  # the same averages as m and v, of ones: they correct the bias
+        self.corrections = torch.zeros_like(self.rates)  # of the bias, 1 - beta**t: the same averages, of ones
 
     @torch.no_grad()
     def step(self, loss):
         """Move the weights one step against the gradient of `loss`, in place."""
         gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for what the loss lacks
-        self.ones.lerp_(self.one, self.rates)
+        self.corrections.lerp_(self.one, self.rates)
         torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
         torch._foreach_mul_(self.v, self.beta2)
         torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
 
-        # weights -= lr * (m / ones1) / (sqrt(v / ones2) + eps), with what does not depend on the weight in two numbers
-        ones1, ones2 = self.ones.unbind()
-        root = ones2.sqrt()
+        # weights -= lr * (m / correction1) / (sqrt(v / correction2) + eps), with all scalars in the denominator
+        correction1, correction2 = self.corrections.unbind()
+        root = correction2.sqrt()
         denominator = torch._foreach_sqrt(self.v)
         torch._foreach_add_(denominator, self.eps * root, alpha=1)  # without `alpha` the host would wait
-        torch._foreach_mul_(denominator, ones1 / (self.lr * root))
+        torch._foreach_mul_(denominator, correction1 / (self.lr * root))
         torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
 
     def tensors(self):
         """What a resumed run needs."""
-        return {"m": self.m, "v": self.v, "ones": self.ones}
+        return {"m": self.m, "v": self.v, "corrections": self.corrections}
 
 
 class DeviceReplayBuffer:
@@ -370,10 +374,12 @@ class DeviceReplayBuffer:
 
     def sample(self, uniform):
         """Stored rows, (batch, width), one for each number in `uniform`, (batch,), from [0, 1)."""
-        return self.rows.index_select(0, (uniform * self.stored.clamp(max=len(self.rows))).long())
+        count = self.stored.clamp(max=len(self.rows))
+        places = (uniform * count).long()
+        return self.rows.index_select(0, places)
 
     def state_dict(self):
-        return {"rows": self.rows[: self.stored].clone(), "stored": self.stored}
+        return {"rows": self.rows[: self.stored].to("cpu", copy=True), "stored": self.stored}
 
     def load_state_dict(self, state):
         self.rows[: len(state["rows"])] = state["rows"]
@@ -405,8 +411,6 @@ def train(args):
         obs, _ = envs.reset(seed=args.seed + run.step)
         actions = envs.action_space.sample()
         while run.unfinished():
-            if run.step < args.learning_starts:
-                actions = envs.action_space.sample()
             next_obs, rewards, terminated, truncated, _ = envs.step(actions)  # while CUDA runs the last update
             ended = terminated | truncated
             act_on = next_obs
@@ -418,9 +422,11 @@ def train(args):
             if run.step > args.learning_starts:
                 for _ in range(args.updates_per_step):
                     learner.update()
+                if run.step // args.num_envs % LOG_INTERVAL == 0:
+                    run.log(learner.losses())
             actions = learner.next_actions()
-            if run.step > args.learning_starts and run.step // args.num_envs % LOG_INTERVAL == 0:
-                run.log(learner.losses())
+            if run.step < args.learning_starts:
+                actions = envs.action_space.sample()
 
 
 def make_envs(args, folder):
@@ -584,9 +590,9 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        ends = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-        heeded = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in heeded}
+        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
         return self
 
     def on_signal(self, number, frame):
@@ -599,10 +605,12 @@ class Run:
 
     def unfinished(self):
         """Whether to go on; writes a checkpoint first if one is due."""
+        if self.step >= self.args.total_timesteps or self.signal is not None:
+            return False  # `__exit__` writes the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
-        return self.step < self.args.total_timesteps and self.signal is None
+        return True
 
     def advance(self, rewards, ended):
         """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
@@ -631,7 +639,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; a checkpoint from before remains."""
+        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 

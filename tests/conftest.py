@@ -6,6 +6,7 @@ import io
 import math
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -302,6 +303,7 @@ def load_copy(name, source, folder):
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(f"edited_{name}", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where Dynamo looks for it
     spec.loader.exec_module(module)
     return module
 
@@ -328,7 +330,7 @@ def assert_same_state(got, wanted):
 
 def transitions(learner, generator):
     """Random columns for `observe` of SAC and TD3, by name, each (num_envs, ...)."""
-    n, obs_dim, act_dim = learner.args.num_envs, learner.obs_dim, learner.act_dim
+    n, obs_dim, act_dim = learner.args.num_envs, learner.obs_dim, len(learner.low)
     return {
         "obs": generator.standard_normal((n, obs_dim)),
         "next_obs": generator.standard_normal((n, obs_dim)),

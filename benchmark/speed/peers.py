@@ -396,7 +396,7 @@ def our_settings(algo, script, args):
         rows["updates in a step"] = 1 / getattr(args, "train_frequency", 1)
     if name == "SAC":
         rows["steps of the actor in an update"] = 1
-        rows["target entropy"] = -learner.act_dim
+        rows["target entropy"] = learner.target_entropy
     if name == "TD3":
         rows["exploration_noise"] = args.exploration_noise
     return rows | {"threads": torch.get_num_threads()}

@@ -48,14 +48,14 @@ OWN_ADAM = Trick(
     EAGER,
     (
         (
-            "        self.ones = torch.zeros_like(self.rates)",
+            "        self.corrections = torch.zeros_like(self.rates)",
             """\
         settings = {"eps": self.eps, "capturable": device.type == "cuda"}
         self.optimizer = torch.optim.Adam(self.weights, lr, (self.beta1, self.beta2), **settings)
-        self.ones = torch.zeros_like(self.rates)""",
+        self.corrections = torch.zeros_like(self.rates)""",
         ),
         (
-            "        self.ones.lerp_(self.one, self.rates)\n",
+            "        self.corrections.lerp_(self.one, self.rates)\n",
             """\
         for parameter, gradient in zip(self.weights, gradients, strict=True):
             parameter.grad = gradient
@@ -233,16 +233,16 @@ PPO = (
         EAGER,
         (
             (
-                "        self.ones = torch.zeros_like(self.rates)",
+                "        self.corrections = torch.zeros_like(self.rates)",
                 """\
         settings = {"eps": self.eps, "capturable": device.type == "cuda"}
         self.optimizer = torch.optim.Adam(self.weights, lr, (self.beta1, self.beta2), **settings)
         self.optimizer.param_groups[0]["lr"] = self.lr
-        self.ones = torch.zeros_like(self.rates)""",
+        self.corrections = torch.zeros_like(self.rates)""",
             ),
             (
                 """\
-        self.ones.lerp_(self.one, self.rates)
+        self.corrections.lerp_(self.one, self.rates)
 """,
                 """\
         for parameter, part in zip(self.weights, self.parts(gradient), strict=True):

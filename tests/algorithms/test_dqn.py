@@ -525,7 +525,7 @@ def test_modes_agree(mode):
             assert torch.equal(weights(other.host_q.network), before.cpu())
             tolerance = 1e-5 if update == 1 else 1e-4 if update < 10 else 1e-3
             assert_close_in_norm(learnt(other), learnt(eager), tolerance, least=1e-7)
-            assert other.optimizers["q"].ones[0].item() == pytest.approx(1 - 0.9**update)
+            assert other.optimizers["q"].corrections[0].item() == pytest.approx(1 - 0.9**update)
 
 
 @pytest.mark.gpu

@@ -139,8 +139,8 @@ def test_modes_agree(mode):
             wanted, got = map(learnt, learners)
             tolerance = 1e-5 if update == 1 else 1e-4 if update < 10 else 1e-3
             assert_close_in_norm(got, wanted, tolerance, least=1e-7)
-            ones, _ = learner.optimizers["critics"].ones
-            assert ones.item() == pytest.approx(1 - 0.9**update)
+            correction, _ = learner.optimizers["critics"].corrections
+            assert correction.item() == pytest.approx(1 - 0.9**update)
 
 
 @pytest.mark.parametrize("mode", MODES)

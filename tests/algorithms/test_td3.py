@@ -229,7 +229,7 @@ def test_a_resumed_learner_takes_the_learning_rate_it_is_given(script):
         rates = [optimizer.param_groups[0]["lr"] for optimizer in learner.optimizers.values()]
     else:
         rates = [optimizer.lr.item() for optimizer in learner.optimizers.values()]
-    assert rates == [1e-5, 1e-5]
+    assert rates == pytest.approx([1e-5, 1e-5])
 
 
 def test_td3_swings_up_the_pendulum(script, tmp_path):
@@ -261,8 +261,8 @@ def test_modes_agree(mode):
             tolerance = 1e-5 if update == 1 else 1e-4 if update < 10 else 1e-3
             assert_close_in_norm(got, wanted, tolerance, least=1e-7)
             for name, steps in (("critics", update), ("actor", (update + 1) // 2)):
-                ones, _ = learner.optimizers[name].ones
-                assert ones.item() == pytest.approx(1 - 0.9**steps)
+                correction, _ = learner.optimizers[name].corrections
+                assert correction.item() == pytest.approx(1 - 0.9**steps)
 
 
 @pytest.mark.gpu

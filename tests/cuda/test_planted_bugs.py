@@ -28,8 +28,8 @@ CONTINUES = "test_a_checkpoint_continues_in_captured_graphs"
 WEIGHTS_ALONE = "test_the_host_waits_for_weights_alone"
 FRESH_BATCHES = "test_replays_draw_fresh_batches"
 STEP_COUNT = (
-    "self.ones.lerp_(self.one, self.rates)",
-    "self.steps = getattr(self, 'steps', 0) + 1\n        self.ones.copy_(1 - (1 - self.rates) ** self.steps)",
+    "self.corrections.lerp_(self.one, self.rates)",
+    "self.steps = getattr(self, 'steps', 0) + 1\n        self.corrections.copy_(1 - (1 - self.rates) ** self.steps)",
 )
 READ_BY_FOREACH = ("self.eps * root, alpha=1)", "self.eps * root)")
 LEARNING_RATE = ('self.optimizers["agent"].lr.fill_(learning_rate)', 'self.optimizers["agent"].lr = learning_rate')

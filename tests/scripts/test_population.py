@@ -110,7 +110,7 @@ def assert_same_numbers(got, wanted, tolerance=0.0):
 def steps_of_adam(folder):
     """How many steps each optimizer of an agent has made, by name."""
     optimizers = checkpoint(folder)["learner"]["optimizers"]
-    return {name: round(math.log(1 - own["ones"][0], 0.9)) for name, own in optimizers.items()}
+    return {name: round(math.log(1 - own["corrections"][0], 0.9)) for name, own in optimizers.items()}
 
 
 def test_agents_are_single_runs_to_the_last_bit(tmp_path, monkeypatch):

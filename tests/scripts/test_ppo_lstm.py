@@ -489,7 +489,7 @@ RESET = "(1 - starts) * self.state"
 RESET_ALL = "state = keep[t] * state"
 RESET_HIDDEN = "state = torch.cat((keep[t] * state[:, :HIDDEN], state[:, HIDDEN:]), -1)"
 BRANCH = "(1 - starts) * self.state if self.start.any() else self.state"
-OWN_STATE = "self.states[0].index_select(0, envs)"
+OWN_STATE = "self.states[0].index_select(0, env_ids)"
 PLAIN_BUGS = [  # what is wrong, what is replaced by what, who sees it
     ("no reset in acting", "(1 - starts)[:, None] * self.state", "self.state", resets),
     ("no reset in learning", "(1 - start)[:, None] * state", "state", same_in_learning),
@@ -508,7 +508,7 @@ TURBO_BUGS = [
     ("no reset in learning", KEEP, "keep = torch.ones_like(starts).unsqueeze(-1)", same_in_learning),
     ("no reset of the cell state", RESET_ALL, RESET_HIDDEN, same_in_learning),
     ("gradient across resets", "(keep * states[:-1, :, :HIDDEN])", "(states[:-1, :, :HIDDEN])", equality),
-    ("gradient without states", "self.before.copy_", "self.before.clone().copy_", equality),
+    ("gradient without states", "hidden.copy_", "hidden.clone().copy_", equality),
     ("gradient of the states after", "keep * states[:-1, :, :HIDDEN]", "keep * states[1:, :, :HIDDEN]", equality),
     (
         "reset one step late",
@@ -518,8 +518,8 @@ TURBO_BUGS = [
     ),
     ("reset one step late in learning", KEEP, f"{KEEP}.roll(1, 0)", same_in_learning),
     ("environments mix", VALUE, MIXED, resets),
-    ("state of another environment", OWN_STATE, "self.states[0].index_select(0, envs.flip(0))", same_in_learning),
-    ("sequences begin with the last state", OWN_STATE, "self.state.index_select(0, envs)", same_in_learning),
+    ("state of another environment", OWN_STATE, "self.states[0].index_select(0, env_ids.flip(0))", same_in_learning),
+    ("sequences begin with the last state", OWN_STATE, "self.state.index_select(0, env_ids)", same_in_learning),
     (
         "mask of the first minibatch for all",
         KEEP,
