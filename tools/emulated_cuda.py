@@ -163,9 +163,9 @@ class Stream:
 
     def push(self, work):
         if not isinstance(work, tuple):
-            self.launched += len(self.freed)
-            self.queue.extend(partial(poison, memory) for memory in self.freed)
-            self.freed.clear()
+            freed, self.freed = self.freed, []  # at once: the garbage collector may free more at any time
+            self.queue.extend(partial(poison, memory) for memory in freed)
+            self.launched += len(freed)
         self.queue.append(work)
         self.launched += 1
         if not DEVICE.late:
