@@ -152,7 +152,7 @@ for name, space in SPACES.items():
     gym.register(f"Pick{name}-v0", entry_point=PushAnything, kwargs=kwargs)
 gym.register("Image-v0", entry_point=PushAnything, kwargs={"space": gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)})
 
-QUICK = {"sac_continuous_action", "ppo_continuous_action_torchcompile", "dqn_torchcompile", "dqn_atari_torchcompile"}
+QUICK = {"sac_continuous_action", "ppo_continuous_action_torchcompile", "dqn_torchcompile"}
 TINY_OFF_POLICY = {"learning_starts": 100, "batch_size": 32, "buffer_size": 1000, "cuda": False}
 TINY_RUNS = {  # arguments with which a run takes a second
     "sac": TINY_OFF_POLICY | {"env_id": "Pendulum-v1"},
@@ -234,37 +234,75 @@ def train(script, args, on_log=lambda learner, losses, step: None, on_start=lamb
 THOROUGH = (  # tests that are too long for the quick suite, by the beginning of their names
     "algorithms/test_atari_off_policy.py::test_turbo_equals_plain",
     "algorithms/test_atari_off_policy_runs.py",
+    "algorithms/test_dqn.py::test_cartpole_is_learned[plain",
+    "algorithms/test_frame_replay.py::test_stacks_are_envpools[SpaceInvaders",
     "algorithms/test_ppo.py::test_modes_agree",
+    "algorithms/test_ppo.py::test_normalizer_agrees_with_numpy_on_a_million",
     "algorithms/test_ppo.py::test_ppo_balances",
+    "algorithms/test_ppo.py::test_the_compiled_function",
     "algorithms/test_ppo.py::test_values",
     "algorithms/test_ppo_atari.py::TestEnvpool",
     "algorithms/test_ppo_atari.py::test_modes_agree",
+    "algorithms/test_ppo_atari.py::test_training_on_cuda",
     "algorithms/test_ppo_atari.py::test_turbo_equals_plain",
     "algorithms/test_ppo_atari_learns.py",
     "algorithms/test_replay.py::test_compiled",
+    "algorithms/test_replay.py::test_training_on_cuda",
     "algorithms/test_sac.py::test_sac_swings",
     "algorithms/test_sac.py::test_turbo_equals_plain",
     "algorithms/test_sac.py::test_values",
     "algorithms/test_td3.py::test_td3_swings",
     "algorithms/test_td3.py::test_turbo_equals_plain",
     "algorithms/test_td3.py::test_values",
+    "cuda/test_generated_code.py::test_wrong_code",
     "cuda/test_planted_bugs.py::test_a_planted_bug",
     "cuda/test_training_on_cuda.py",
     "scripts/test_cli.py::test_words",
     "scripts/test_faults.py::test_a_run_goes_on",
+    "scripts/test_faults.py::test_a_signal_ends_the_process[sac",
+    "scripts/test_faults.py::test_ctrl_c_while_the_compiler_runs",
+    "scripts/test_mistakes.py::test_a_number_of_the_learner",
+    "scripts/test_mistakes.py::test_frozen_and_tied",
+    "scripts/test_mistakes.py::test_statistics_of_the_actor",
+    "scripts/test_population.py::test_a_crash",
+    "scripts/test_population.py::test_a_gpu",
+    "scripts/test_population.py::test_an_agent_that_diverges",
+    "scripts/test_population.py::test_populations_and_single",
+    "scripts/test_ppo_lstm.py::test_a_planted_bug_is_caught[turbo, mask frozen",
+    "scripts/test_ppo_lstm.py::test_the_script_as_it_is_passes[captured",
+    "scripts/test_ppo_lstm.py::test_turbo_learns",
+    "scripts/test_runs.py::test_same_seed",
+    "scripts/test_runs.py::test_track",
     "scripts/test_runs.py::test_two_runs",
     "tools/test_ablation.py",
+    "tools/test_benchmark.py::test_a_learning_run",
     "tools/test_benchmark.py::test_an_interrupted_learning_run",
+    "tools/test_benchmark.py::test_learning_runs",
+    "tools/test_benchmark.py::test_matrix_finishes",
+    "tools/test_benchmark.py::test_matrix_goes_on",
+    "tools/test_docs.py::test_torch_logs",
+    "tools/test_docs_debugging.py::test_one_batch",
     "tools/test_docs_debugging.py::test_the_",
+    "tools/test_docs_errors.py::test_an_error_shows_and_its_remedy_removes_it[threads",
+    "tools/test_evaluate.py::test_ctrl_c",
+    "tools/test_first_hour.py::test_without_a_cuda_device",
     "tools/test_graph_breaks.py",
+    "tools/test_instruments.py::test_a_scrambled",
+    "tools/test_instruments.py::test_a_watched_run",
+    "tools/test_instruments.py::test_gradients_are_read_from",
+    "tools/test_instruments.py::test_nothing_waits",
     "tools/test_launches.py",
     "tools/test_pictures.py",
+    "tools/test_probe.py::test_a_planted_bug",
 )
 QUICK_TOO = (  # one of a kind of these
     "algorithms/test_sac.py::test_turbo_equals_plain[default",
     "algorithms/test_td3.py::test_turbo_equals_plain[default-eager",
-    "cuda/test_training_on_cuda.py::test_training_is_the_same_in_all_modes_and_schedules[sac-1",
+    "cuda/test_generated_code.py::test_wrong_code_is_noticed[dqn-without_a_launch",
     "cuda/test_planted_bugs.py::test_a_planted_bug_is_caught[sac, no wait for the actions",
+    "cuda/test_training_on_cuda.py::test_training_is_the_same_in_all_modes_and_schedules[sac-1",
+    "tools/test_instruments.py::test_a_watched_run_learns_the_same[sac-turbo",
+    "tools/test_instruments.py::test_gradients_are_read_from_what_cuda_graphs_write[td3",
 )
 
 
@@ -273,7 +311,7 @@ def pytest_collection_modifyitems(items):
     """Mark the thorough tests. Long tests first: a worker that got one last would keep the other one waiting."""
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        by_hand = item.get_closest_marker("planted")
+        by_hand = item.get_closest_marker("planted") or item.get_closest_marker("finding")
         if name.startswith(THOROUGH) and not name.startswith(QUICK_TOO) and not by_hand:
             item.add_marker(pytest.mark.thorough)
     items.sort(key=lambda item: item.path.stem != "test_training_on_cuda")
@@ -283,6 +321,12 @@ def pytest_generate_tests(metafunc):
     """Tests marked `gpu` run on the emulated CUDA device, and on a real one where there is one."""
     if metafunc.definition.get_closest_marker("gpu"):
         metafunc.parametrize("cuda", ["emulated"] + ["real"] * torch.cuda.is_available(), indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """What is compiled is not guarded against another test's networks."""
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

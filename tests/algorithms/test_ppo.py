@@ -47,7 +47,7 @@ def roll_out(learners, seed=0):
         for i, learner in enumerate(learners):
             learner.act(t, obs[i])
             if i:
-                learner.actions[t] = first.rollout["actions"][t].numpy()
+                learner.actions[t] = first.rollout["actions"][t].reshape(learner.actions[t].shape)
             obs[i] = learner.record(t, next_obs, rewards, terminated, ended, act_on)
     return obs[0]
 

@@ -323,13 +323,13 @@ def test_other_than_discrete_actions_are_refused(kind, tmp_path, capsys):
         assert "actions must be discrete and count from 0" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
+@pytest.mark.finding
 @pytest.mark.parametrize("kind", ["plain", "turbo"])
 def test_without_memory_a_maze_is_not_learned(kind, tmp_path):
     assert returns_in_the_maze(edited("no memory", kind, tmp_path), tmp_path / "runs") < 0.4
 
 
-@pytest.mark.thorough
+@pytest.mark.finding
 def test_with_an_open_forget_gate_an_lstm_remembers_for_50_steps(tmp_path):
     """Within so many steps not with every seed, as doc/ppo.md says; without the edit with none that was tried."""
     script = edited("a forget gate that starts open", "turbo", tmp_path)

@@ -417,10 +417,9 @@ def test_compilation_does_not_grow_with_the_steps():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         learner = make_learner(TURBO, compile=True, num_steps=num_steps)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            for i in range(3):
-                roll_out([learner], seed=i)
-                learner.update(1e-3 / (i + 1))
+        for i in range(3):
+            roll_out([learner], seed=i)
+            learner.update(1e-3 / (i + 1))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 5
 
 
