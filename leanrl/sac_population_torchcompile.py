@@ -264,8 +264,8 @@ class SACPopulation:
     @torch.no_grad()
     def update_targets(self):
         """Move the target critics toward the critics."""
-        targets, weights = list(self.target_critics.values()), list(self.critics.values())
-        torch._foreach_lerp_(targets, weights, [like(self.tau, w) for w in weights])
+        for name, weights in self.critics.items():
+            self.target_critics[name].lerp_(weights, like(self.tau, weights))
 
     def q_values(self, critics, obs, actions):
         """Q(s, a) of all critics, (agents, NUM_CRITICS, batch)."""

@@ -79,15 +79,32 @@ class Args:
     seed: int
     run_dir: str
 
-def train(args, on_start):
-    run = SimpleNamespace(args=args, step=0, log=lambda losses: None, folder=Path(args.run_dir) / "run")
-    run.advance, run.learner = lambda: None, SimpleNamespace(updates=0)
-    on_start(run)
-    for run.step in range(0, args.total_timesteps, 10):
-        time.sleep({seconds})
-        run.learner.updates += 3
-        run.advance()
-        run.log({{}})
+class Run:
+    def __init__(self, args):
+        self.args = args
+        self.step = 0
+        self.folder = Path(args.run_dir) / "run"
+        self.learner = SimpleNamespace(updates=0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def advance(self):
+        pass
+
+    def log(self, losses):
+        pass
+
+def train(args):
+    with Run(args) as run:
+        for run.step in range(0, args.total_timesteps, 10):
+            time.sleep({seconds})
+            run.learner.updates += 3
+            run.advance()
+            run.log({{}})
     run.folder.mkdir()
     (run.folder / "summary.json").write_text(json.dumps({{"wall_seconds": 0}}))
 """
@@ -175,12 +192,13 @@ def test_a_tip_is_timed_and_stored(tmp_path, capsys):
 
 
 def test_scaling_repeats_why_a_run_has_ended(capsys):
-    def train(args, on_start):
+    def train(args):
         print("error: --compile True: install g++", file=sys.stderr)
         raise SystemExit(2)
 
+    script = SimpleNamespace(Args=SimpleNamespace, Run=object, train=train)
     with pytest.raises(SystemExit) as stop:
-        scaling.train_until_enough(SimpleNamespace(Args=SimpleNamespace, train=train), {}, on_start=None)
+        scaling.train_until_enough(script, {}, on_start=None)
     assert stop.value.code == 2 and capsys.readouterr().err == "error: --compile True: install g++\n"
 
 
