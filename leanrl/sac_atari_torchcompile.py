@@ -193,7 +193,7 @@ class SAC:
             target = rewards + (1 - terminated) * self.args.gamma * next_v
         q = torch.stack([critic(obs).gather(-1, actions[:, None]).squeeze(-1) for critic in self.critics])
         qf_loss = (q - target).square().mean(-1).sum()
-        self.store(q_values=q.mean(), qf_loss=qf_loss)
+        self.store(q_values=q.mean(-1).mean(), qf_loss=qf_loss)
         self.optimizers["critics"].step(qf_loss)
 
     def update_actor(self, obs):
@@ -204,13 +204,13 @@ class SAC:
         log_probs = self.actor(obs).log_softmax(-1)
         probs = log_probs.exp()
         actor_loss = (probs * (self.log_alpha.exp().detach() * log_probs - q)).sum(-1).mean()
-        entropy = -(probs * log_probs).sum(-1).mean().detach()
-        self.store(actor_loss=actor_loss, entropy=entropy)
+        entropies = -(probs * log_probs).sum(-1).detach()
+        self.store(actor_loss=actor_loss, entropy=entropies.mean())
         self.optimizers["actor"].step(actor_loss)
 
         # temperature (eq. 11)
         if self.args.autotune:
-            alpha_loss = self.log_alpha.exp() * (entropy - self.target_entropy)
+            alpha_loss = (self.log_alpha.exp() * (entropies - self.target_entropy)).mean()
             self.store(alpha_loss=alpha_loss)
             self.optimizers["alpha"].step(alpha_loss)
         self.store(alpha=self.log_alpha.exp())

@@ -234,7 +234,7 @@ class SACPopulation:
             target = rewards.squeeze(-1) + (1 - terminated.squeeze(-1)) * self.gamma * next_v
         q = self.q_values(self.critics, obs, actions)
         qf_loss = (q - target.unsqueeze(1)).square().mean(-1).sum(-1)  # (agents,), as all losses
-        self.store(q_values=q.mean((1, 2)), qf_loss=qf_loss)
+        self.store(q_values=q.mean(-1).mean(-1), qf_loss=qf_loss)
         self.optimizers["critics"].step(qf_loss.sum())
 
     def update_actor(self):

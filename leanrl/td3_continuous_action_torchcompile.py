@@ -185,7 +185,7 @@ class TD3:
             target = rewards.squeeze(-1) + (1 - terminated.squeeze(-1)) * self.args.gamma * next_q
         q = self.q_values(self.critics, obs, actions)
         qf_loss = (q - target).square().mean(-1).sum()
-        self.store(q_values=q.mean(), qf_loss=qf_loss)
+        self.store(q_values=q.mean(-1).mean(), qf_loss=qf_loss)
         self.optimizers["critics"].step(qf_loss)
 
     def update_actor(self):

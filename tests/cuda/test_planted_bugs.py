@@ -88,7 +88,13 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "self.noise = torch.zeros(args.batch_size, act_dim)",
         TRAINING,
     ),
-    ("sac", "a number of the host among the losses", "q_values=q.mean()", "q_values=torch.tensor(0.5)", TRAINING),
+    (
+        "sac",
+        "a number of the host among the losses",
+        "q_values=q.mean(-1).mean()",
+        "q_values=torch.tensor(0.5)",
+        TRAINING,
+    ),
     (
         "sac",
         "transitions that are not sent to the device",
