@@ -576,9 +576,10 @@ def test_turbo_learns_to_remember(tmp_path):
 
 
 @pytest.mark.thorough
-def test_it_learns_to_remember(script, tmp_path):
+@pytest.mark.parametrize("cell", CELLS)
+def test_it_learns_to_remember(script, cell, tmp_path):
     """A policy without memory has a return of 0 at most: see test_edits.py."""
-    assert returns_in_the_maze(script, tmp_path, cell="lstm") > 0.8
+    assert returns_in_the_maze(script, tmp_path, cell=cell) > 0.8
 
 
 @pytest.mark.finding

@@ -34,26 +34,29 @@ def train(name, folder, instruments, **flags):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Of the script as it is and with the first two bugs: last returns less a random policy's, and what values explain
-    of returns."""
+    of returns; means over three seeds."""
     shown = {}
     for name in (None, "first", "second"):
-        folder = tmp_path_factory.mktemp(f"{name}")
-        run = train(name, folder, [RandomBaseline(5)], env_id="HalfCheetah-v5", total_timesteps=30_000)
-        random = scalars(run, "charts/random_return")[0]
-        last_return = np.mean(scalars(run, "charts/episodic_return")[-5:])
-        shown[name] = last_return - random, np.mean(scalars(run, "losses/explained_variance")[-8:])
+        pairs = []
+        for seed in (1, 2, 3):
+            folder = tmp_path_factory.mktemp(f"{name}_{seed}")
+            run = train(name, folder, [RandomBaseline(5)], env_id="HalfCheetah-v5", total_timesteps=30_000, seed=seed)
+            random = scalars(run, "charts/random_return")[0]
+            last_return = np.mean(scalars(run, "charts/episodic_return")[-5:])
+            pairs.append((last_return - random, np.mean(scalars(run, "losses/explained_variance")[-8:])))
+        shown[name] = np.mean(pairs, 0)
     return shown
 
 
 def test_the_first_bug_shows_in_the_return(runs):
-    assert runs[None][0] > -200
+    assert runs[None][0] > -100
     assert runs["first"][0] < -500
 
 
 def test_the_second_bug_shows_in_the_values_and_not_in_the_return(runs):
-    assert runs[None][1] > 0.25
+    assert runs[None][1] > 0.3
     assert runs["second"][1] < 0.2
-    assert runs["second"][0] > -200
+    assert runs["second"][0] > -100
 
 
 def test_the_third_bug_shows_in_the_frames(tmp_path, capsys):
