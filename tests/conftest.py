@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: processes that share cores wait for threads
@@ -241,18 +242,15 @@ THOROUGH = (  # tests that are too long for the quick suite, by the beginning of
     "algorithms/test_ppo.py::test_modes_agree",
     "algorithms/test_ppo.py::test_normalizer_agrees_with_numpy_on_a_million",
     "algorithms/test_ppo.py::test_ppo_balances",
-    "algorithms/test_ppo.py::test_the_compiled_function",
     "algorithms/test_ppo.py::test_training_on_cuda",
     "algorithms/test_ppo.py::test_values",
     "algorithms/test_ppo_atari.py::TestEnvpool",
     "algorithms/test_ppo_atari.py::test_a_restored_learner",
-    "algorithms/test_ppo_atari.py::test_compiled_functions",
     "algorithms/test_ppo_atari.py::test_modes_agree",
     "algorithms/test_ppo_atari.py::test_replays_draw",
     "algorithms/test_ppo_atari.py::test_training_on_cuda",
     "algorithms/test_ppo_atari.py::test_turbo_equals_plain",
     "algorithms/test_ppo_atari_learns.py",
-    "algorithms/test_replay.py::test_compiled",
     "algorithms/test_replay.py::test_training_on_cuda",
     "algorithms/test_sac.py::test_modes_agree",
     "algorithms/test_sac.py::test_repeated_updates",
@@ -361,6 +359,15 @@ def cuda(request):
     else:
         with emulated_cuda() as device:
             yield device
+
+
+@contextmanager
+def one_graph_each(functions):
+    """So many functions are compiled within, none of them again; `fullgraph=True` raises where a graph breaks."""
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == functions
 
 
 def load_copy(name, source, folder):

@@ -17,6 +17,7 @@ from conftest import (
     learnt,
     leaves,
     make_learner,
+    one_graph_each,
     saved,
     scalars,
     train,
@@ -156,24 +157,27 @@ def test_normalizer_agrees_with_numpy_on_a_million_values(num_envs):
     assert normalizer.scale_obs(obs[0] + 1e6).max() == 10
 
 
-@pytest.mark.parametrize("mode", ["eager", "compile"])
+OTHER_LOSSES = {"clip_vloss": False, "norm_adv": False, "ent_coef": 0.01, "bootstrap_truncation": False}
+
+
 @pytest.mark.parametrize(
-    "kwargs",
-    [{}, {"clip_vloss": False, "norm_adv": False, "ent_coef": 0.01, "bootstrap_truncation": False}],
-    ids=["default", "other losses"],
+    ("kwargs", "mode"),
+    [({}, "eager"), ({}, "compile"), (OTHER_LOSSES, "eager")],
+    ids=["default-eager", "default-compile", "other losses"],
 )
-def test_turbo_equals_plain(mode, kwargs, monkeypatch):
+def test_turbo_equals_plain(kwargs, mode, monkeypatch):
     """From the same weights and rollouts, all agrees after one iteration (5 minibatches) and after ten (50)."""
     kwargs = {"num_envs": 2, "num_steps": 50, "num_minibatches": 5, "update_epochs": 1, "env_id": "Unequal-v0"} | kwargs
     plain, turbo = make_learner(PLAIN, **kwargs), make_learner(TURBO, **kwargs, **MODES[mode])
     copy_networks(plain, turbo)
     fix_order(monkeypatch)
-    for iteration in range(10):
-        roll_out([plain, turbo], seed=iteration)
-        for learner in (plain, turbo):
-            learner.update(3e-4 * (1 - iteration / 10))
-        if iteration in (0, 9):
-            assert_learners_agree(plain, turbo, tolerance=1e-5 if iteration == 0 else 1e-4)
+    with one_graph_each(int(mode == "compile")):
+        for iteration in range(10):
+            roll_out([plain, turbo], seed=iteration)
+            for learner in (plain, turbo):
+                learner.update(3e-4 * (1 - iteration / 10))
+            if iteration in (0, 9):
+                assert_learners_agree(plain, turbo, tolerance=1e-5 if iteration == 0 else 1e-4)
 
 
 @pytest.mark.parametrize(("bootstrap", "terminal"), [(True, 0.0), (False, 1.0)])
@@ -405,17 +409,6 @@ def test_a_restored_learner_continues_bit_by_bit(script):
     assert_same_state(restored.state_dict(), learner.state_dict())
 
 
-def test_the_compiled_function_has_one_graph_and_does_not_recompile():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    learner = make_learner(TURBO, compile=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for i in range(3):
-            roll_out([learner], seed=i)
-            learner.update(1e-3 / (i + 1))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
 def test_the_policy_normalizes_and_clips_as_the_learner_does(script):
     """Its statistics are the learner's, and stay, whatever the learner does."""
     learner = make_learner(script, env_id="Unequal-v0", num_envs=3)
@@ -501,9 +494,9 @@ def vector(module):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
 @pytest.mark.parametrize("target_kl", [None, 1e9])
-@pytest.mark.parametrize("iterations", [1, 2, 3, 4, 10])
+@pytest.mark.parametrize("iterations", [1, 3, 10])
 def test_modes_agree(mode, target_kl, iterations, monkeypatch):
     """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
     order = torch.arange(32.0, device="cuda")

@@ -112,23 +112,6 @@ def test_actions_are_the_environments_to_keep(turbo):
     assert not np.array_equal(learner.next_actions(), kept) and np.array_equal(first, kept)
 
 
-def test_compiled_functions_have_one_graph_and_do_not_recompile(turbo):
-    """`fullgraph=True` raises on a graph break; here a second kind of data, or a recompile, would raise too."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    learner = make_learner(turbo, compile=True)
-    generator = np.random.default_rng(0)
-    for _ in range(4):
-        learner.observe(**transitions(learner, generator))
-        learner.update()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(10):
-            learner.observe(**transitions(learner, generator))
-            learner.update()
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert graphs == 4, "acting, critics, actor, target networks"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_every_transition_is_stored_once(turbo, mode):

@@ -18,6 +18,7 @@ from conftest import (
     make_envs,
     make_learner,
     networks,
+    one_graph_each,
     replay_in_order,
     scalars,
     train,
@@ -33,23 +34,28 @@ def script(request):
     return request.param
 
 
-@pytest.mark.parametrize("mode", ["eager", "compile"])
+OTHER = {"env_id": "Unequal-v0", "policy_frequency": 3, "policy_noise": 0.5, "noise_clip": 0.3, "tau": 0.1}
+
+
 @pytest.mark.parametrize(
-    "kwargs",
-    [{}, {"env_id": "Unequal-v0", "policy_frequency": 3, "policy_noise": 0.5, "noise_clip": 0.3, "tau": 0.1}],
-    ids=["default", "unequal bounds, other hyper-parameters"],
+    ("kwargs", "mode"),
+    [({}, "eager"), ({}, "compile"), (OTHER, "eager")],
+    ids=["default-eager", "default-compile", "unequal bounds, other hyper-parameters"],
 )
-def test_turbo_equals_plain(mode, kwargs):
+def test_turbo_equals_plain(kwargs, mode):
     """From the same weights and batches losses, gradients (Adam's first moments) and weights agree, for 50 updates."""
     plain, turbo = make_learner(PLAIN, **kwargs), make_learner(TURBO, **kwargs, **MODES[mode])
     copy_networks(plain, turbo)
     feed_same_batches(plain, turbo, seed=0)
-    for update in range(50):
-        for learner in (plain, turbo):
-            torch.manual_seed(update)
-            learner.update()
-        if update in (0, 49):
-            assert_learners_agree(plain, turbo, tolerance=1e-5 if update == 0 else 1e-4)
+    with one_graph_each({"eager": 0, "compile": 4}[mode]):  # critics, actor, target networks, acting
+        for update in range(50):
+            for learner in (plain, turbo):
+                torch.manual_seed(update)
+                learner.update()
+            if update in (0, 49):
+                assert_learners_agree(plain, turbo, tolerance=1e-5 if update == 0 else 1e-4)
+        for _ in range(3):
+            turbo.observe(**transitions(turbo, np.random.default_rng(0)))
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])

@@ -105,6 +105,9 @@ def check_against_cpu(script, folder, settings):
     losses_on_cpu, state_on_cpu = train(script, folder / "cpu", nullcontext(), False, 1, settings)
     assert len(losses) == len(losses_on_cpu) > 2
     for (step, values), (step_on_cpu, values_on_cpu) in zip(losses, losses_on_cpu, strict=True):
+        # rounding, divided by a variance of returns that is nearly 0 without rewards
+        explained = [each.pop("explained_variance", 0.0) for each in (values, values_on_cpu)]
+        assert explained[0] == pytest.approx(explained[1], rel=0.1, abs=1e-2)
         assert step == step_on_cpu and values == pytest.approx(values_on_cpu, rel=1e-2, abs=1e-4)
     on_cpu = dict(state_on_cpu)
     for name, value in state:
