@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import torch
-
 from common import ROOT
 from common.arguments import stop
 
@@ -63,12 +61,6 @@ def train(script, args, on_start=lambda run: None):
 
     with mock.patch.object(script, name, Watched):
         script.train(args)
-
-
-def policy_of(learner):
-    """The deterministic policy, a module on the CPU, and the first state of its memory, in a list, if it has one."""
-    policy, (_, *states) = learner.policy()
-    return policy, [torch.zeros_like(state[:1]) for state in states]
 
 
 def optimizers_of(learner):

@@ -57,15 +57,14 @@ def read_env_id(run, folder):
 
 
 def load_policy(run, path):
-    """The module in a policy.pt2, and the state of its memory where an episode begins: no tensor, or one of zeros."""
+    """The module in a policy.pt2, and examples of its inputs."""
     if not path.is_file():
         stop(f"RUN {run}: there is no {path}; a run writes it with every checkpoint")
     logging.getLogger("torch.export").setLevel(logging.CRITICAL)  # it logs a traceback as well
     try:
         program = torch.export.load(path)
-        names = program.graph_signature.user_inputs
-        _, *state = (node.meta["val"] for node in program.graph.nodes if node.name in names)
-        return program.module(), [torch.zeros(1, *tensor.shape[1:]) for tensor in state]
+        inputs, _ = program.example_inputs
+        return program.module(), inputs
     except Exception as error:
         stop(f"RUN {run}: {path} cannot be read ({one_line(error)}); give a run whose policy.pt2 is intact")
 
@@ -138,9 +137,9 @@ def main(words):
         stop(f"RUN {args.run}: there is no such folder; give the folder of a run")
     folder = args.run if args.run.is_dir() else args.run.parent
     env_id = read_env_id(args.run, folder)
-    policy, first_state = load_policy(args.run, args.run if args.run.suffix == ".pt2" else folder / "policy.pt2")
+    policy, inputs = load_policy(args.run, args.run if args.run.suffix == ".pt2" else folder / "policy.pt2")
     env = find_env(args.run, folder, env_id, args.seed, "rgb_array" if args.video else None)
-    act = acting(policy, env.action_space, first_state)
+    act = acting(policy, env.action_space, inputs)
     try_policy(args.run, act, env, env_id)
     if args.video:
         try:

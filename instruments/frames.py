@@ -9,7 +9,6 @@ from torch import nn
 from tqdm import tqdm
 
 from common.arguments import stop
-from common.scripts import policy_of
 from instruments.instrument import Instrument
 from instruments.playing import is_atari
 
@@ -63,7 +62,7 @@ class FrameDump(Instrument):
 
     def finish(self):
         obs, resets = zip(*self.stacks, strict=True)
-        policy, _ = policy_of(self.run.learner)
+        policy, _ = self.run.learner.policy()
         inputs = first_inputs(policy, torch.as_tensor(np.stack(obs)))
         folder = self.run.folder / "frames"
         folder.mkdir(exist_ok=True)

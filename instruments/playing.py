@@ -38,20 +38,21 @@ def play(env, act, seed, max_steps=MAX_STEPS):
         obs, _ = env.reset()
 
 
-def acting(policy, space, first_state=()):
+def acting(policy, space, inputs):
     """What `play` takes for a policy: a module, (batch, ...) to actions in units of the action space `space`.
 
-    A policy with memory returns its state beside the actions, and takes it with the next observation. An episode
-    begins with `first_state`, a sequence of one tensor, or with what the policy takes for none.
+    `inputs` are examples of what the module takes: observations, and a state if it has a memory. Such a policy returns
+    its next state beside the actions. An episode begins with a state of 0.
     """
+    example, *states = inputs
+    first_state = [torch.zeros_like(state[:1]) for state in states]
     state = first_state
 
     def act(obs, begins):
         nonlocal state
         if begins:
             state = first_state
-        is_image = obs.dtype == np.uint8 and obs.ndim > 1
-        batch = torch.as_tensor(obs[None], dtype=torch.uint8 if is_image else torch.float32)
+        batch = torch.as_tensor(obs[None]).to(example.dtype)
         with torch.no_grad():
             outputs = policy(batch, *state)
         actions, *state = outputs if isinstance(outputs, tuple) else (outputs,)

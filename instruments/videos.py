@@ -5,7 +5,6 @@ import sys
 from tqdm import tqdm
 
 from common.arguments import one_line
-from common.scripts import policy_of
 from instruments.instrument import Instrument
 from instruments.playing import acting, make_env, play, record
 
@@ -32,8 +31,8 @@ class VideoOnDemand(Instrument):
         folder = self.run.folder / "videos"
         env = record(make_env(args.env_id, args.seed, "rgb_array"), folder, name)
         try:
-            policy, first_state = policy_of(self.run.learner)
-            act = acting(policy, env.action_space, first_state)
+            policy, inputs = self.run.learner.policy()
+            act = acting(policy, env.action_space, inputs)
             episode = next(play(env, act, args.seed))
         finally:
             env.close()

@@ -24,6 +24,7 @@ import shutil
 import signal
 import sys
 import time
+import zipfile
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -434,13 +435,15 @@ def prepare(args):
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
     torch.set_float32_matmul_precision(args.matmul_precision)
+    if args.threads > os.cpu_count():
+        refuse("threads", args.threads, f"this machine has {os.cpu_count()} cores")
     if args.threads:
         torch.set_num_threads(args.threads)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    return device, Path(args.run_dir) / name.replace("/", "_")
+    return device, Path(args.run_dir).absolute() / name.replace("/", "_").replace(":", "_")
 
 
 def load_checkpoint(resume):
@@ -449,9 +452,16 @@ def load_checkpoint(resume):
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
+        if zipfile.ZipFile(path).testzip() is not None:
+            raise ValueError("its checksum is wrong")  # torch.load does not compare it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
+
+
+def all_finite(state):
+    """Whether the tensors in nested dictionaries and lists hold neither NaN nor infinity."""
+    return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
 
 
 def replace_file(path, write):
@@ -466,7 +476,7 @@ def replace_file(path, write):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
-        raise OSError(f"could not write {path}: is the disk full?") from error
+        raise SystemExit(f"error: could not write {path}: is the disk full? ({error})") from error
 
 
 class ProgressBar(tqdm):
@@ -495,19 +505,19 @@ class Run:
         self.returns = np.zeros(args.num_envs)  # of the current episodes
         self.lengths = np.zeros(args.num_envs, int)
         self.signal = None
+        self.diverged = False
+        self.pid = os.getpid()
         if args.resume is not None:
             self.restore(load_checkpoint(args.resume))
         self.log_step = self.saved_step = self.step
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
         packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
         self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
         self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
         self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
-        (folder / "config.json").write_text(json.dumps(self.config, indent=2))
-        shutil.copy(__file__, folder)
+        try:
+            self.make_folder()
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
         if args.track:
             import wandb
 
@@ -518,12 +528,21 @@ class Run:
         self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.start_time = self.log_time = time.perf_counter()
 
+    def make_folder(self):
+        """Make the folder, with configuration and script, unless it is there: somebody may delete it during the run."""
+        if not (self.folder / "config.json").exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
+            shutil.copy(__file__, self.folder)
+
     def restore(self, checkpoint):
         """Continue from a checkpoint."""
         try:
             for name in FIXED:
                 if getattr(self.args, name) != checkpoint["args"][name]:
                     refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
+            if not all_finite(checkpoint["learner"]):
+                raise ValueError("it holds NaN or inf")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
@@ -541,6 +560,8 @@ class Run:
 
     def on_signal(self, number, frame):
         """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
+        if os.getpid() != self.pid:
+            os._exit(128 + number)  # a process of the environment's, which has inherited this handler
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -562,6 +583,7 @@ class Run:
         self.returns += rewards
         self.lengths += 1
         for i in ended.nonzero()[0]:
+            self.make_folder()
             self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
             self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
             self.recent_returns.append(float(self.returns[i]))
@@ -572,7 +594,7 @@ class Run:
 
     def log(self, losses):
         """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
-        self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
+        self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
@@ -584,15 +606,16 @@ class Run:
 
     def end_at_nan(self, what):
         """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
+        self.diverged = True
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
         """Write checkpoint.pt and policy.pt2."""
         state = self.learner.state_dict()
-        floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-        if any(tensor.isnan().any() for tensor in floats):
-            self.end_at_nan("the checkpoint would hold NaN")
+        if not all_finite(state):
+            self.end_at_nan("the checkpoint would hold NaN or inf")
+        self.make_folder()
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
         checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
@@ -602,23 +625,32 @@ class Run:
         program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
+    def close(self):
+        """Write summary.json, and close environments and logs."""
+        results = {"global_step": self.step, "episodes": self.episodes}
+        results["wall_seconds"] = time.perf_counter() - self.start_time
+        finite = [value for value in self.recent_returns if math.isfinite(value)]
+        results["episodic_return"] = float(np.mean(finite)) if finite else None
+        summary = json.dumps(self.config | results, indent=2)
+        self.bar.close()
+        with suppress(Exception):  # the policy is trained: it does not matter if an environment cannot be closed
+            self.envs.close()
+        self.make_folder()
+        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
+        self.writer.close()
+
     def __exit__(self, kind, error, traceback):
-        wall_seconds = time.perf_counter() - self.start_time
         try:
-            if kind is None or issubclass(kind, Exception):  # not at NaN, and not at a second Ctrl-C
+            if not self.diverged and kind is not KeyboardInterrupt:  # a second Ctrl-C
                 self.save()
         finally:
-            results = {"global_step": self.step, "episodes": self.episodes, "wall_seconds": wall_seconds}
-            finite = [value for value in self.recent_returns if math.isfinite(value)]
-            results["episodic_return"] = float(np.mean(finite)) if finite else None
-            (self.folder / "summary.json").write_text(json.dumps(self.config | results, indent=2))
-            self.envs.close()
-            self.writer.close()
-            self.bar.close()
+            self.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
         if self.signal is not None and kind in (None, KeyboardInterrupt):
             raise SystemExit(128 + self.signal)
+        if kind is SystemExit and not self.diverged:
+            raise SystemExit(f"error: step {self.step}: the environment ended the program with sys.exit({error.code})")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -201,27 +202,35 @@ def test_a_checkpoint_is_replaced_whole_or_not_at_all(either, tmp_path, monkeypa
             raise RuntimeError("unexpected pos 270208 vs 270096")  # what torch says
 
     monkeypatch.setattr(torch, "save", fill_the_disk)
-    with pytest.raises(OSError, match="is the disk full"):
+    with pytest.raises(SystemExit, match=r"error: could not write .*checkpoint.pt: is the disk full\?"):
         run_tiny(either, tmp_path, checkpoint_interval=150, total_timesteps=400)
     (folder,) = tmp_path.iterdir()
-    assert checkpoint_step(folder) == 150
+    assert checkpoint_step(folder) == 150 and summary(folder)["global_step"] == 300
     assert not list(folder.glob("*.tmp"))
 
 
-def test_a_folder_that_is_deleted_is_made_again(either, tmp_path):
-    runs = []
+@pytest.mark.parametrize("gone_before", ["advance", "log", "save"])
+def test_a_folder_that_is_deleted_is_made_again(either, gone_before, tmp_path):
+    """Before an episode ends, a log or a checkpoint; with all that evaluation needs."""
+    step = []
 
-    def delete(learner, losses, step):
-        runs[0].writer.flush()  # or TensorBoard's thread may write queued events to a folder that is gone
-        (folder,) = tmp_path.iterdir()
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()
+    def delete_first(run):
+        function = getattr(run, gone_before)
 
-    args = either.Args(**tiny(either), total_timesteps=250, run_dir=str(tmp_path))
-    train(either, args, on_log=delete, on_start=runs.append)
+        def delete_and_go_on(*arguments):
+            if run.step >= 150 and not step:
+                step.append(run.step)
+                run.writer.flush()  # or TensorBoard's thread may write queued events to a folder that is gone
+                shutil.rmtree(run.folder)
+            function(*arguments)
+
+        setattr(run, gone_before, delete_and_go_on)
+
+    sizes = {"env_id": "DiscreteTruncates-v0" if either is TURBO["dqn"] else "Truncates-v0", "total_timesteps": 250}
+    train(either, either.Args(**tiny(either) | sizes, run_dir=str(tmp_path)), on_start=delete_first)
     (folder,) = tmp_path.iterdir()
-    assert {path.name for path in folder.iterdir()} >= {"checkpoint.pt", "policy.pt2", "summary.json"}
+    names = {"checkpoint.pt", "policy.pt2", "summary.json", "config.json", f"{stem(either)}.py"}
+    assert step and {path.name for path in folder.iterdir()} >= names
 
 
 @pytest.mark.parametrize("stderr", ["2>&1 >/dev/null | head -c 200", "2>/dev/full", "2>&-"])

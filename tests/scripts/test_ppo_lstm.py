@@ -103,7 +103,7 @@ def first_state(learner):
 def roll_out(learners, seed=0, ends=0.15):
     """Give all learners the same rollout: random steps, with episode ends, and the actions of the first one."""
     generator, first = np.random.default_rng(seed), learners[0]
-    n, obs_dim = first.args.num_envs, first.obs_dim
+    n, obs_dim = first.args.num_envs, first.example.shape[1]
     obs = [generator.standard_normal((n, obs_dim)).astype(np.float32)] * len(learners)
     for learner in learners:
         learner.start_rollout()
@@ -201,7 +201,7 @@ def test_the_recurrent_weights_have_autograds_gradient(cell):
 def test_sampled_actions_follow_the_policy(script, cell, env_id):
     """The shares of actions, or their mean and deviation, are those of torch's distribution."""
     learner = remembering(script, cell=cell, env_id=env_id, num_envs=2000, num_steps=1)
-    obs = np.tile(np.random.default_rng(0).standard_normal((1, learner.obs_dim)), (2000, 1)).astype(np.float32)
+    obs = np.tile(np.random.default_rng(0).standard_normal((1, learner.example.shape[1])), (2000, 1)).astype(np.float32)
     draws = set()
     for _ in range(3):
         learner.start_rollout()
@@ -269,7 +269,7 @@ def check_environments_are_apart(script, **kwargs):
         learner = remembering(script, **kwargs)
         learner.start_rollout()
         for t in range(learner.args.num_steps):
-            obs = np.full((learner.args.num_envs, learner.obs_dim), np.sin(t), np.float32)
+            obs = np.full((learner.args.num_envs, learner.example.shape[1]), np.sin(t), np.float32)
             obs[1:] += other
             learner.act(t, obs)
             nothing = np.zeros(learner.args.num_envs, bool)
@@ -373,7 +373,7 @@ def test_the_exported_policy_takes_and_returns_its_state(script, cell, env_id, t
     for batch in (1, 7):
         state = own_state = torch.zeros(batch, agent.state_dim)
         for _ in range(3):
-            obs = torch.randn(batch, learner.obs_dim)
+            obs = torch.randn(batch, learner.example.shape[1])
             with torch.no_grad():
                 actions, state = exported(obs, state)
                 own_state = agent.remember(torch.from_numpy(learner.normalizer.scale_obs(obs.numpy())), own_state)

@@ -327,8 +327,8 @@ def test_a_run_with_memory(script, tmp_path, capsys):
     flags = {"total_timesteps": 64, "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "cuda": False}
     common.scripts.train(script, script.Args(run_dir=str(tmp_path), **flags), lambda run: learners.append(run.learner))
     env = gym.make("CartPole-v1")
-    policy, (_, state) = learners[0].policy()
-    act = playing.acting(policy, env.action_space, [torch.zeros_like(state[:1])])
+    policy, inputs = learners[0].policy()
+    act = playing.acting(policy, env.action_space, inputs)
     returns = [episode.total for episode in islice(playing.play(env, act, seed=5), 10)]
     (run,) = tmp_path.glob("*/")
     capsys.readouterr()
@@ -347,7 +347,8 @@ def test_an_edited_copy_of_a_script(scripts, tmp_path, capsys):
     flags = {"env_id": "Short-v0", "total_timesteps": 60, "learning_starts": 20, "batch_size": 8, "buffer_size": 100}
     common.scripts.train(script, script.Args(run_dir=str(tmp_path), **flags), lambda run: learners.append(run.learner))
     env = gym.make("Short-v0")
-    act = playing.acting(learners[0].policy()[0], env.action_space)
+    policy, inputs = learners[0].policy()
+    act = playing.acting(policy, env.action_space, inputs)
     returns = [episode.total for episode in islice(playing.play(env, act, seed=5), 3)]
     gym.registry.pop("Short-v0")
     capsys.readouterr()
