@@ -5,11 +5,12 @@ import math
 import re
 import subprocess
 import sys
+import zipfile
 from functools import partial
 
 import pytest
 import torch
-from conftest import ATARI, MULTI, PLAIN, TURBO, algorithm, learner_class, make_envs, stem, tiny, train
+from conftest import ATARI, MULTI, PLAIN, TURBO, algorithm, learner_class, leaves, make_envs, stem, tiny, train
 from copies import ROOT
 
 
@@ -120,6 +121,7 @@ BAD_INPUTS = [
     {"env_id": "Image-v0"},
     {"total_timesteps": 0},
     {"run_dir": "{tmp}/file/runs"},
+    {"threads": 100_000},
     {"resume": "{tmp}/missing.pt"},
     {"resume": "{tmp}/damaged.pt"},
     {"resume": "{tmp}/nothing.pt"},
@@ -172,20 +174,43 @@ def checkpoint_of(script, path):
     return content
 
 
+def flip_a_bit(path, copy):
+    """Copy a checkpoint; the lowest bit of one number in its largest tensor is another one."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+        with archive.open(largest) as file:
+            numbers = file.read()
+    content = bytearray(path.read_bytes())
+    content[content.index(numbers) + len(numbers) // 2] ^= 1
+    copy.write_bytes(content)
+
+
 def test_checkpoints_that_do_not_fit_are_refused(script, tmp_path, capsys):
     name = algorithm(script)
-    own, other, damaged, incomplete = (tmp_path / f"{name}.pt" for name in ("own", "other", "damaged", "incomplete"))
+    names = ("own", "other", "damaged", "incomplete", "infinite", "not_a_number", "flipped", "list")
+    own, other, damaged, incomplete, infinite, not_a_number, flipped, a_list = (tmp_path / f"{n}.pt" for n in names)
     content = checkpoint_of(script, own)
     checkpoint_of((PLAIN if script is TURBO[name] else TURBO)[name], other)
     damaged.write_bytes(own.read_bytes()[: own.stat().st_size // 2])
+    weights = next(leaf for _, leaf in leaves(content["learner"]["networks"]) if leaf.is_floating_point())
+    for path, value in ((infinite, -math.inf), (not_a_number, math.nan)):
+        with torch.no_grad():
+            weights.view(-1)[-1] = value
+        torch.save(content, path)
     del content["learner"]["updates"]
     torch.save(content, incomplete)
+    torch.save([content], a_list)
+    flip_a_bit(own, flipped)
     elsewhere = {"dqn": "DiscreteTruncates-v0", "ppo_lstm": "DiscreteTruncates-v0"} | dict.fromkeys(ATARI, "Pong-v5")
     cases = [
         ({"resume": other}, "--resume", "does not fit"),
         ({"resume": own, "env_id": elsewhere.get(name, "Truncates-v0")}, "--env-id", tiny(script)["env_id"]),
         ({"resume": own, "total_timesteps": 200}, "--total-timesteps", "more than 200"),
         ({"resume": damaged}, "--resume", "intact"),
+        ({"resume": flipped}, "--resume", "its checksum is wrong"),
+        ({"resume": a_list}, "--resume", "intact"),
+        ({"resume": infinite}, "--resume", "NaN or inf"),
+        ({"resume": not_a_number}, "--resume", "NaN or inf"),
         ({"resume": incomplete}, "--resume", "'updates'"),
     ]
     if "buffer_size" in tiny(script):

@@ -1,0 +1,242 @@
+"""Environments that do what they should not: none of it is lost, or learned from, without a word."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    ATARI,
+    PLAIN,
+    TURBO,
+    Countdown,
+    DiscreteCountdown,
+    algorithm,
+    assert_same_state,
+    script_params,
+    stem,
+    tiny,
+    train,
+)
+from test_cli import refused, run_tiny, summary
+
+GYMNASIUM = [scripts[name] for scripts in (PLAIN, TURBO) for name in PLAIN if name not in ATARI]
+on_gymnasium = pytest.mark.parametrize("script", script_params(GYMNASIUM))
+
+
+@pytest.fixture(params=[PLAIN["sac"], TURBO["dqn"]], ids=stem)
+def either(request):
+    """Two scripts for what the run's part does by itself, whose text is the same in all of them."""
+    return request.param
+
+
+class InPlace(gym.Wrapper):
+    """Shows each observation in the same array, writes over the actions, and has a `final_obs` of its own."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.shown = np.zeros(2, np.float32)
+
+    def reset(self, **kwargs):
+        self.shown[:], infos = self.env.reset(**kwargs)
+        return self.shown, infos
+
+    def step(self, action):
+        obs, *rest, infos = self.env.step(np.copy(action) if isinstance(action, np.ndarray) else action)
+        self.shown[:] = obs
+        if isinstance(action, np.ndarray):
+            action[...] = 0
+        return self.shown, *rest, infos | {"final_obs": np.full(2, 7, np.float32)}
+
+
+class Shaped(gym.Wrapper):
+    """Observations of `step` have another shape than the space says."""
+
+    def __init__(self, env, shape):
+        super().__init__(env)
+        self.shape = shape
+
+    def step(self, action):
+        obs, *rest = self.env.step(action)
+        return np.resize(obs, self.shape), *rest
+
+
+class Exits(gym.Wrapper):
+    """Calls sys.exit() in its 150th step, as a game whose window was closed."""
+
+    steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 150:
+            sys.exit()
+        return self.env.step(action)
+
+
+class ChangesFolder(gym.Wrapper):
+    def reset(self, **kwargs):
+        os.chdir("/")
+        return self.env.reset(**kwargs)
+
+
+class DoesNotClose(gym.Wrapper):
+    def close(self):
+        raise RuntimeError("no window")
+
+
+class HasAWorker(gym.Wrapper):
+    """With a process that is forked at each reset and ends at SIGTERM alone."""
+
+    worker = None
+
+    def reset(self, **kwargs):
+        if self.worker is None:
+            self.worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+            self.worker.start()
+        return self.env.reset(**kwargs)
+
+    def close(self):
+        self.worker.terminate()
+        self.worker.join()
+
+
+WRAPPERS = {"InPlace": InPlace, "Exits": Exits, "ChangesFolder": ChangesFolder, "DoesNotClose": DoesNotClose}
+WRAPPERS |= {"HasAWorker": HasAWorker}
+SHAPES = {"OneNumber": (1,), "NoDimension": (), "OneRow": (1, 2)}
+WRAPPERS |= {name: lambda env, shape=shape: Shaped(env, shape) for name, shape in SHAPES.items()}
+for name, wrapper in WRAPPERS.items():
+    for prefix, inner in (("", Countdown), ("Discrete", DiscreteCountdown)):
+        gym.register(
+            f"{prefix}{name}-v0",
+            entry_point=lambda wrapper=wrapper, inner=inner: wrapper(inner(blind=False)),
+            disable_env_checker=True,
+        )
+
+
+def env_id(script, name):
+    """The environment of that name with the actions that the script takes."""
+    return f"{'Discrete' * (algorithm(script) in ('dqn', 'ppo_lstm'))}{name}-v0"
+
+
+def learned(script, folder, name):
+    """What a run of 250 steps in that environment leaves."""
+    path = run_tiny(script, folder, env_id=env_id(script, name), total_timesteps=250) / "checkpoint.pt"
+    return torch.load(path, weights_only=True)["learner"]
+
+
+@on_gymnasium
+def test_arrays_that_change_in_place(script, tmp_path):
+    """A run is that of an environment with new arrays, bit for bit: what was stored stays, and infos are not read."""
+    assert_same_state(learned(script, tmp_path, "InPlace"), learned(script, tmp_path, "Truncates"))
+
+
+@on_gymnasium
+def test_observations_of_another_shape(script, tmp_path):
+    """They are an error, or all numbers are taken as they are, but none is repeated."""
+    for name in ("OneNumber", "NoDimension"):
+        with pytest.raises(ValueError):
+            run_tiny(script, tmp_path / name, env_id=env_id(script, name))
+    with suppress(ValueError):
+        assert_same_state(learned(script, tmp_path, "OneRow"), learned(script, tmp_path, "Truncates"))
+
+
+LARGEST = float(np.finfo(np.float32).max)
+gym.register("LargestNumbers-v0", entry_point=Countdown, kwargs={"low": [-LARGEST], "high": [LARGEST]})
+gym.register("WholeNumbers-v0", entry_point=Countdown, kwargs={"low": [-2], "high": [2], "dtype": np.int64})
+
+
+@pytest.mark.parametrize("name", ["LargestNumbers-v0", "WholeNumbers-v0"])
+@on_gymnasium
+def test_actions_that_are_refused(script, name, tmp_path, capsys):
+    if algorithm(script) != "dqn":
+        args = script.Args(**tiny(script) | {"env_id": name}, run_dir=str(tmp_path))
+        assert refused(capsys, lambda: script.train(args)).startswith(f"error: --env-id {name}: actions must be ")
+
+
+@on_gymnasium
+def test_an_environment_that_exits(script, tmp_path):
+    """Everything up to there is saved, one line says it, and the exit code is 1."""
+    with pytest.raises(SystemExit) as ended:
+        run_tiny(script, tmp_path, env_id=env_id(script, "Exits"))
+    (folder,) = tmp_path.iterdir()
+    step = summary(folder)["global_step"]
+    assert ended.value.code == f"error: step {step}: the environment ended the program with sys.exit(None)"
+    assert step == 149 and torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] == step
+    assert (folder / "policy.pt2").exists()
+
+
+def test_an_environment_that_changes_the_folder(either, tmp_path, monkeypatch):
+    """All files are where the run began."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"env_id": env_id(either, "ChangesFolder"), "total_timesteps": 200, "run_dir": "runs"}
+    train(either, either.Args(**tiny(either) | sizes))
+    assert Path.cwd() == Path("/")
+    (folder,) = (tmp_path / "runs").iterdir()
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.json", "checkpoint.pt", "policy.pt2", "summary.json", f"{stem(either)}.py"} < names
+
+
+def test_an_environment_that_does_not_close(either, tmp_path):
+    assert summary(run_tiny(either, tmp_path, env_id=env_id(either, "DoesNotClose")))["global_step"] == 200
+
+
+def test_an_environments_process_ends_at_sigterm(either, tmp_path):
+    """It has inherited the run's handlers, and still the run's end is not waited for."""
+    seen = []
+
+    def interrupt(learner, losses, step):
+        seen.append(step)
+        signal.raise_signal(signal.SIGTERM)
+
+    sizes = {"env_id": env_id(either, "HasAWorker"), "total_timesteps": 1000, "run_dir": str(tmp_path)}
+    with pytest.raises(SystemExit) as ended:
+        train(either, either.Args(**tiny(either) | sizes), on_log=interrupt)
+    assert ended.value.code == 128 + signal.SIGTERM and len(seen) == 1
+    assert not multiprocessing.active_children()
+
+
+def test_a_colon_is_no_part_of_a_folders_name(either, tmp_path):
+    """Windows has drives before it."""
+    folder = run_tiny(either, tmp_path, env_id=f"test_environments:{env_id(either, 'Truncates')}")
+    assert folder.name.startswith(f"test_environments_{env_id(either, 'Truncates')}__")
+
+
+class Clock(Countdown):
+    """Observations are seconds since 1970: float32 cannot tell one from the next. Pays for actions above 0 alone."""
+
+    def __init__(self):
+        super().__init__(length=20)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+
+    def observation(self):
+        odd = self.generator.integers(2)
+        return np.array([1.7e9 + odd, 0.0])
+
+    def reset(self, *, seed=None, options=None):
+        self.generator = np.random.default_rng(seed)
+        return super().reset(seed=seed)
+
+
+gym.register("Clock-v0", entry_point=Clock)
+
+
+@pytest.mark.parametrize(
+    "script", script_params([s["ppo"] for s in (PLAIN, TURBO)] + [s["ppo_lstm"] for s in (PLAIN, TURBO)])
+)
+def test_observations_in_double_precision(script, tmp_path):
+    """The policy takes what the environment gives, and tells apart what float32 cannot."""
+    folder = run_tiny(script, tmp_path, env_id="Clock-v0", total_timesteps=400)
+    program = torch.export.load(folder / "policy.pt2")
+    obs, *states = program.example_inputs[0]
+    assert obs.dtype == torch.float64
+    rows = torch.tensor([[1.7e9, 0.0], [1.7e9 + 1, 0.0]], dtype=torch.float64)
+    outputs = program.module()(rows, *states)
+    actions = outputs[0] if states else outputs
+    assert (actions[0] != actions[1]).all()
