@@ -1,10 +1,12 @@
 """--compile-mode reaches torch.compile for each function; none of its values makes CUDA graphs besides --cudagraphs."""
 
+import itertools
 from typing import get_args
 
 import pytest
 import torch
-from conftest import TURBO, make_learner
+from conftest import TURBO, assert_close_in_norm, learnt, make_learner
+from test_edits import take_step, trace_only
 
 SEPARATE_CRITICS = ("sac", "td3")
 AUTOTUNED = "max-autotune-no-cudagraphs"
@@ -54,3 +56,19 @@ def test_critics_have_a_mode_of_their_own(name, recorded):
     make_learner(TURBO[name], compile=True, compile_mode=AUTOTUNED, critic_compile_mode="default")
     autotuned = {function for function, options in recorded.items() if includes(options, AUTOTUNED)}
     assert autotuned == recorded.keys() - {"update_critics"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["ppo", "dqn"])
+def test_each_learner_of_a_process_has_its_own_settings(name, monkeypatch):
+    """A tuner trains often in one process, where torch makes a symbol of a number that changes, and then gives up."""
+    trace_only(monkeypatch, backend="aot_eager")
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=True, recompile_limit=2):
+        for number in (0.1, 0.2, 0.3):
+            setting = {"clip_coef": number} if name == "ppo" else {"gamma": number}
+            learners = [make_learner(TURBO[name], **setting, compile=compile) for compile in (False, True)]
+            for i, learner in itertools.product(range(2), learners):
+                torch.manual_seed(i)
+                take_step(learner, i)
+            eager, compiled = map(learnt, learners)
+            assert_close_in_norm(compiled, eager, 1e-4, least=1e-6)

@@ -137,13 +137,13 @@ def check_updates(plain, turbo, monkeypatch):
             assert_learners_agree(plain, turbo, tolerance=1e-5 if i == 0 else 1e-4)
 
 
-def trace_only(monkeypatch):
+def trace_only(monkeypatch, backend="eager"):
     """Let torch.compile make graphs, with the script's own guards, but no code from them: seconds, not minutes."""
     compile = torch.compile
 
     def traced(function, options, **kwargs):
         guards = {"guard_filter_fn": options["guard_filter_fn"]}
-        return compile(function, backend="eager", options=guards, **kwargs)
+        return compile(function, backend=backend, options=guards, **kwargs)
 
     monkeypatch.setattr(torch, "compile", traced)
 
