@@ -47,7 +47,7 @@ SHORT = {
     "td3": {"total_timesteps": 39},
     "dqn": {"total_timesteps": 80},
     "ppo": {"total_timesteps": 48},
-    "ppo_lstm": {"num_steps": 4, "total_timesteps": 48},
+    "ppo_lstm": {"num_steps": 4, "total_timesteps": 16},
     "ppo_atari": {"num_steps": 4, "update_epochs": 1, "total_timesteps": 24},
     "dqn_atari": {"learning_starts": 16, "total_timesteps": 36},
     # of a batch below 8, inductor 2.13 computes the logged alpha_loss with the new log_alpha
@@ -105,8 +105,8 @@ def check_kernels(codes, folder):
 def test_training_runs_generated_code(name, settings, tmp_path):
     """Each call computes what torch computes, on the card, and a run is near eager code's.
 
-    With default flags, a run is the same in both schedules, and all kernels are assembled: for H100, some for A100 and
-    B200 too.
+    With default flags, all kernels are assembled: for H100, DQN's for A100 and B200 too. The schedules are compared for
+    DQN; test_training_on_cuda.py compares them for all scripts in eager mode.
     """
     eager, *_ = train(name, settings, tmp_path, compile=False)
     losses, state, programs = train(name, settings, tmp_path, check=True)
@@ -118,11 +118,12 @@ def test_training_runs_generated_code(name, settings, tmp_path):
     assert losses
     for got, wanted in zip(losses, eager, strict=True):
         assert got == pytest.approx(wanted, rel=1e-2, abs=1e-3)
-    if not settings:  # for other flags, test_training_on_cuda.py compares the schedules in eager mode
+    if name == "dqn":
         losses_at_once, state_at_once, _ = train(name, settings, tmp_path, late=False)
         assert losses_at_once == losses
         assert_same_state(state_at_once, state)
-        others = programs.for_cards(80, 100) if name in ("dqn", "ppo") else []
+    if not settings:
+        others = programs.for_cards(80, 100) if name == "dqn" else []
         check_kernels(programs.codes + others, tmp_path / "codes")
 
 
@@ -140,16 +141,14 @@ def train_agents(folder, late=True, compile=True, **session):
 
 @pytest.mark.thorough
 def test_a_population_runs_generated_code(tmp_path):
-    """As the script of a single agent does: the same bits in both schedules, near eager code's numbers."""
+    """As the script of a single agent does: near eager code's numbers."""
     eager, _ = train_agents(tmp_path / "eager", compile=False)
-    late, programs = train_agents(tmp_path / "late", check=True)
+    generated, programs = train_agents(tmp_path / "generated", check=True)
     check_placement("sac", programs)
     assert programs.errors.keys() == FUNCTIONS["sac"] and max(programs.errors.values()) < 1e-5, programs.errors
-    at_once, _ = train_agents(tmp_path / "at once", late=False)
-    assert len(late) == 3
-    for own, same, near in zip(late, at_once, eager, strict=True):
-        for (path, value), (_, equal), (_, expected) in zip(own, same, near, strict=True):
-            assert torch.equal(value, equal) if torch.is_tensor(value) else value == equal, path
+    assert len(generated) == 3
+    for own, near in zip(generated, eager, strict=True):
+        for (path, value), (_, expected) in zip(own, near, strict=True):
             if torch.is_tensor(value) and value.is_floating_point():
                 assert (value - expected).norm() <= 1e-3 * expected.norm().clamp(min=1e-3), path
 

@@ -70,7 +70,7 @@ def refused(capsys, run):
 
 
 # of each kind of loop one script; the others are compiled by the tests that compare them with their plain twins
-COMPILED = (TURBO["sac"], TURBO["ppo"], TURBO["ppo_atari"], TURBO["ppo_lstm"], MULTI)
+COMPILED = (TURBO["sac"], TURBO["ppo"], TURBO["ppo_atari"], TURBO["ppo_lstm"])
 MODES = [pytest.param(TURBO["dqn"], True, True, id="dqn-both")]
 MODES += [pytest.param(turbo, True, True, marks=pytest.mark.thorough, id=f"{stem(turbo)}-both") for turbo in COMPILED]
 MODES += [pytest.param(TURBO["dqn"], False, True, marks=pytest.mark.thorough, id="dqn-cudagraphs")]

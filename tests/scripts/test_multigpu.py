@@ -512,10 +512,10 @@ class QueuedCollectives:
 ON_CUDA = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "cuda": True, "total_timesteps": 6 * 8 * 4}
 
 
-def check_on_cuda(script, folder, modes=((False, False), (True, True)), ranks=2, **kwargs):
-    """With and without graphs, on a device that works at once or as late as it may, ranks learn the same bits."""
+def check_on_cuda(script, folder, ranks=2, **kwargs):
+    """Ranks learn the same bits on a device that works at once and, with graphs, on one that is late."""
     results = []
-    for cudagraphs, late in modes:
+    for cudagraphs, late in ((False, False), (True, True)):
         own = folder / f"{cudagraphs}-{late}"
 
         def program(rank, cudagraphs=cudagraphs, late=late, own=own):
@@ -540,14 +540,9 @@ STATE = ("weights", "adam", "actions")
 
 
 @pytest.mark.thorough
-def test_graphs_change_nothing_on_an_emulated_device(tmp_path):
-    check_on_cuda(MULTI, tmp_path)
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("kwargs", [{}, {"target_kl": 1e-4, "norm_adv": False, "matmul_precision": "high"}], ids=str)
-def test_all_modes_and_schedules_on_an_emulated_device(kwargs, tmp_path):
-    check_on_cuda(MULTI, tmp_path, [(graphs, late) for graphs in (False, True) for late in (False, True)], **kwargs)
+def test_graphs_change_nothing_on_an_emulated_device(kwargs, tmp_path):
+    check_on_cuda(MULTI, tmp_path, **kwargs)
 
 
 def train_with_generated_code(folder):
@@ -557,7 +552,7 @@ def train_with_generated_code(folder):
     become(MULTI, rank=0, ranks=1, port=0, stderr=folder / "stderr")
     MULTI.dist = QueuedCollectives()
     with emulated_cuda.emulated_cuda(), generated_cuda.compiled_for_cuda(check=True) as programs:
-        sizes = ON_CUDA | {"num_envs": 2, "num_steps": 4, "update_epochs": 1, "total_timesteps": 24}
+        sizes = ON_CUDA | {"num_envs": 2, "num_steps": 4, "update_epochs": 1, "total_timesteps": 8}
         learn(MULTI, folder, compile=True, cudagraphs=True, **sizes)
     torch.save(programs.errors, folder / "errors")
 
@@ -612,7 +607,7 @@ def test_what_torchrun_does_when_it_is_over(what, tmp_path):
         os.kill(int(workers[1]), signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1  # whatever its workers' are
-    assert errors.count("LostRank") == (what == "kill -9")
+    assert "LostRank" not in errors or what == "kill -9"  # of the other rank, unless torchrun has ended it before
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
     assert checkpoint(tmp_path)["global_step"] == summary(tmp_path)["global_step"] > 0
 

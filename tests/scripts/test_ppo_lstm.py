@@ -584,7 +584,9 @@ def test_popgym(script, task, tmp_path):
     args = script.Args(env_id=f"popgym:popgym-{task}Easy-v0", run_dir=str(tmp_path), total_timesteps=64, **TINY)
     script.train(args)
     (run,) = tmp_path.iterdir()
-    assert run.name.startswith(f"{args.env_id}__{stem(script)}__1__") and (run / "policy.pt2").exists()
+    assert (
+        run.name.startswith(f"{args.env_id.replace(':', '_')}__{stem(script)}__1__") and (run / "policy.pt2").exists()
+    )
     args.total_timesteps, args.resume = 128, str(run)
     script.train(args)
     (resumed,) = set(tmp_path.iterdir()) - {run}
