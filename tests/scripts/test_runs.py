@@ -148,10 +148,11 @@ def test_episodes_are_counted_as_gymnasium_does(script, tmp_path, monkeypatch):
 
 
 def test_same_seed_same_numbers(script, tmp_path):
-    """With checkpoints on the way or without."""
+    """With checkpoints on the way or without. Another seed has others, for which short runs are enough."""
     states = []
     for seed, interval in ((3, 0), (3, 150), (4, 0)):
         steps = 240 if algorithm(script) in ATARI else 400
+        steps = steps if seed == 3 else 110
         folder = run_tiny(script, tmp_path, total_timesteps=steps, seed=seed, checkpoint_interval=interval)
         checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
         states.append(dict(leaves({"returns": checkpoint["returns"], "learner": checkpoint["learner"]})))
@@ -246,9 +247,9 @@ def test_capture_video_records_mp4(script, tmp_path):
     assert [video.suffix for video in (folder / "videos").glob("*.mp4")]
 
 
-def test_track_logs_to_wandb_without_a_network(either, tmp_path, monkeypatch):
+def test_track_logs_to_wandb_without_a_network(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    process = start(either, total_timesteps=250, track=True, run_dir=tmp_path)
+    process = start(TURBO["dqn"], total_timesteps=250, track=True, run_dir=tmp_path)
     _, errors = process.communicate()
     assert process.returncode == 0, errors
     assert list(next(tmp_path.iterdir()).glob("wandb/offline-run-*"))
