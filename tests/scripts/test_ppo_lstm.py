@@ -306,6 +306,18 @@ def test_truncated_episodes_bootstrap_with_their_own_state(script, cell):
     check_bootstrap(script, cell=cell)
 
 
+@each_env
+def test_explained_variance(script, env_id):
+    """The share of the returns' variance that the values of the rollout explain."""
+    learner = remembering(script, env_id=env_id)
+    roll_out([learner])
+    learner.update(0.0)
+    batch = batch_of(learner)
+    values, returns = (batch[name].double().numpy() for name in ("values", "returns"))
+    wanted = 1 - (returns - values).var() / returns.var()
+    assert abs(wanted) > 1e-3 and learner.losses()["explained_variance"] == pytest.approx(wanted, rel=1e-3)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Runs: resuming, policies, refusals
 # ---------------------------------------------------------------------------------------------------------------------
