@@ -362,20 +362,6 @@ def test_target_kl_ends_the_epochs(script, target_kl, epochs):
     assert next(count) == epochs * 4
 
 
-def test_the_learning_rate_is_lowered_linearly(script, tmp_path):
-    rates = []
-    sizes = {"total_timesteps": 200, "num_steps": 50, "num_minibatches": 2, "learning_rate": 1e-3}
-    for anneal in (True, False):
-        args = script.Args(env_id="Pendulum-v1", run_dir=str(tmp_path), anneal_lr=anneal, **sizes)
-        train(script, args, on_log=lambda learner, losses, step: rates.append(rate_of(learner)))
-    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4] + 4 * [1e-3])
-
-
-def rate_of(learner):
-    optimizer = learner.optimizers["agent"]
-    return optimizer.lr.item() if hasattr(optimizer, "lr") else optimizer.param_groups[0]["lr"]
-
-
 def test_every_minibatch_is_drawn_once_an_epoch(script):
     learner = make_learner(script, update_epochs=3, num_minibatches=4)
     rows = []

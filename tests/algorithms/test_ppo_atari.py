@@ -401,24 +401,6 @@ def test_a_restored_learner_continues_bit_by_bit(script):
     assert_same_state(restored.state_dict(), learner.state_dict())
 
 
-def test_games_are_counted_whole_with_their_own_rewards(script, tmp_path):
-    """Not lives, and not clipped. The third one never ends."""
-    sizes = {"num_envs": 4, "num_steps": 16, "num_minibatches": 4, "update_epochs": 1, "total_timesteps": 4 * 32}
-    script.train(script.Args(run_dir=str(tmp_path), **sizes))
-    wanted = []
-    for number, game in enumerate(GAMES, start=1):
-        returns = begin = 0
-        for t, letter in enumerate(with_resets(game * 4)[:32]):
-            returns += number * (letter != "r")
-            if letter in "gtx":
-                wanted.append((t, number, returns, t + 1 - begin))
-                returns, begin = 0, t + 1
-    wanted.sort()
-    (folder,) = tmp_path.iterdir()
-    assert scalars(folder, "charts/episodic_return") == [returns for _, _, returns, _ in wanted]
-    assert scalars(folder, "charts/episodic_length") == [length for *_, length in wanted]
-
-
 @pytest.fixture
 def envpool(monkeypatch):
     """The real thing."""
@@ -469,15 +451,6 @@ class TestEnvpool:
         (line,) = capsys.readouterr().err.splitlines()
         assert error.value.code == 2 and line.startswith(f"error: --env-id {name}: name an Atari game of envpool, ")
         assert not (tmp_path / "runs").exists()
-
-    def test_a_resumed_run_plays_other_games(self, script, tmp_path, monkeypatch):
-        sizes = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1, "run_dir": str(tmp_path)}
-        make_pool, seeds = script.make_pool, []
-        monkeypatch.setattr(script, "make_pool", lambda args, seed: seeds.append(seed) or make_pool(args, seed))
-        script.train(script.Args(total_timesteps=32, **sizes))
-        (folder,) = tmp_path.iterdir()
-        script.train(script.Args(total_timesteps=64, resume=str(folder), **sizes))
-        assert seeds == [1, 33]
 
     def test_the_policy_and_its_export_agree(self, script, tmp_path):
         """policy.pt2 chooses the actions with the largest logits."""

@@ -87,21 +87,6 @@ def check_folder(script, folder, sizes):
     assert (folder / "checkpoint.pt").stat().st_size < limit * 2**20
 
 
-def test_the_speed_is_that_since_the_last_log(either, tmp_path, monkeypatch):
-    """A clock on which the first 200 steps take 100 seconds and the next 100 take one."""
-    now = [0.0]
-    monkeypatch.setattr(either.time, "perf_counter", lambda: now[0])
-    times = {100: 50.0, 200: 100.0, 300: 101.0}
-
-    def tick(learner, losses, step):
-        now[0] = times[step]
-
-    train(
-        either, either.Args(**tiny(either) | {"learning_starts": 0}, total_timesteps=300, run_dir=str(tmp_path)), tick
-    )
-    assert scalars(next(tmp_path.iterdir()), "charts/SPS") == [2.0, 2.0, 100.0]
-
-
 def test_two_runs_at_once_have_two_folders(either, tmp_path):
     """Though they begin in the same second."""
     processes = [start(either, total_timesteps=110, run_dir=tmp_path) for _ in range(2)]

@@ -1,0 +1,343 @@
+"""When a run does what, and which numbers it logs, exactly: on a clock of its own, with three environments at once.
+
+Each script makes a run and resumes it. Neither its steps nor its ends are multiples of the intervals. To save time
+nothing is learned.
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import ATARI, MULTI, PLAIN, TURBO, learner_class, script_params, train
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_atari_off_policy_runs import StackingPool
+from test_formulas import POPULATION, assert_noticed, is_population, name_of, planted
+from test_ppo_atari import GAMES, with_resets
+from test_training_on_cuda import no_export
+
+NUM_ENVS, SEED = 3, 5
+LENGTH = 3  # of an episode of Countdown, whose rewards are 1
+LEARNING_STARTS = 30
+ROLLOUT = 11  # steps of each environment
+ENDS = (230, 420)  # total_timesteps of the two parts
+OFF_POLICY = {"learning_starts": LEARNING_STARTS, "batch_size": 4, "buffer_size": 600}
+ON_POLICY = {"num_steps": ROLLOUT, "num_minibatches": 3, "update_epochs": 1, "learning_rate": 1e-3}
+FREQUENCIES = {"target_network_frequency": 50}
+EXPLORATION = {"train_frequency": 20, "start_e": 0.9, "end_e": 0.1, "exploration_fraction": 0.5}
+SIZES = {
+    "sac": OFF_POLICY | {"env_id": "Truncates-v0"},
+    "td3": OFF_POLICY | {"env_id": "Truncates-v0"},
+    "dqn": OFF_POLICY | FREQUENCIES | EXPLORATION | {"env_id": "DiscreteTruncates-v0"},
+    "ppo": ON_POLICY | {"env_id": "Truncates-v0"},
+    "ppo_lstm": ON_POLICY | {"env_id": "DiscreteTruncates-v0"},
+    "ppo_atari": ON_POLICY,
+    "dqn_atari": OFF_POLICY | FREQUENCIES | EXPLORATION,
+    "sac_atari": OFF_POLICY | FREQUENCIES | {"update_frequency": 20},
+}
+SCRIPTS = [*PLAIN.values(), *TURBO.values(), MULTI, POPULATION]
+
+
+def clock(step, first):
+    """Seconds since step `first`: steps take longer and longer."""
+    return (step**2 - first**2) / 1000
+
+
+class Part:
+    """A run, and what it has done at which steps."""
+
+    def __init__(self, script, run_dir, **kwargs):
+        self.saves, self.updates, self.targets, self.rates, self.exploration = [], [], [], [], []
+        self.resets, self.samplers, self.pools = [], [], []
+        self.run = None
+        settings = {"num_envs": NUM_ENVS, "checkpoint_interval": 100, "cuda": False, "threads": 1}
+        settings |= {"seeds": (SEED,)} if is_population(script) else {"seed": SEED}
+        with pytest.MonkeyPatch.context() as patch, no_export():
+            patch.setattr(script, "LOG_INTERVAL", 10, raising=False)
+            patch.setattr(script.time, "perf_counter", self.now)
+            leave_out_learning(script, patch)
+            if name_of(script) in ATARI:
+                patch.setattr(script, "make_pool", self.make_pool)
+            args = script.Args(**settings | SIZES[name_of(script)] | kwargs, run_dir=str(run_dir))
+            known = set(run_dir.glob("*"))
+            train(script, args, on_start=self.watch)
+        (self.folder,) = set(run_dir.glob("*")) - known
+        self.agent = self.folder / "agent_0" if is_population(script) else self.folder
+
+    def now(self):
+        return clock(self.run.step, self.start) if self.run else 0.0
+
+    def make_pool(self, args, seed):
+        self.pools.append(seed)
+        return StackingPool(GAMES[: args.num_envs])
+
+    def watch(self, run):
+        """Note from now on what is done."""
+        self.run, self.start = run, run.step
+        learner = run.learner
+        self.note(run, "save", self.saves)
+        self.note(run, "log", self.rates, lambda losses: rate_of(learner))
+        self.note(learner, "update", self.updates)
+        self.note(learner, "update_target", self.targets)
+        for name in ("act", "next_actions"):
+            self.note(learner, name, self.exploration, lambda *inputs: inputs[-1] if inputs else None)
+        if not self.pools:
+            envs = run.envs if hasattr(run, "envs") else run.runs[0].envs
+            self.note(envs.unwrapped, "reset", self.resets, lambda seed=None, options=None: seed)
+            self.note(envs.action_space, "seed", self.samplers, lambda seed: seed)
+
+    def note(self, owner, name, notes, what=None):
+        """Have a call of a method noted: `what` of its arguments, or the step."""
+        method = getattr(owner, name, None)
+
+        def noted(*args, **kwargs):
+            notes.append(what(*args, **kwargs) if what else self.run.step)
+            return method(*args, **kwargs)
+
+        if method is not None:
+            setattr(owner, name, noted)
+
+    def scalars(self, tag):
+        """Steps and values that were logged."""
+        events = EventAccumulator(str(self.agent)).Reload().Scalars(tag)
+        return [(event.step, event.value) for event in events]
+
+    def summary(self):
+        return json.loads((self.agent / "summary.json").read_text())
+
+
+def leave_out_learning(script, patch):
+    learner = script.SACPopulation if is_population(script) else learner_class(script)
+    if is_on_policy(script):
+        patch.setattr(learner, "learn_epoch", lambda learner, *batch: {}, raising=False)  # of images
+    else:
+        patch.setattr(learner, "update", count)
+
+
+def count(learner):
+    learner.updates += 1
+
+
+def rate_of(learner):
+    """PPO's learning rate."""
+    optimizer = learner.optimizers.get("agent")
+    if optimizer is None:
+        return None
+    return optimizer.lr.item() if hasattr(optimizer, "lr") else optimizer.param_groups[0]["lr"]
+
+
+def both_parts(script, folder):
+    """The script, a run and the one that resumes it."""
+    first = Part(script, folder, total_timesteps=ENDS[0])
+    return script, first, Part(script, folder, total_timesteps=ENDS[1], resume=str(first.folder))
+
+
+@pytest.fixture(scope="module", params=script_params(SCRIPTS))
+def parts(request, tmp_path_factory):
+    return both_parts(request.param, tmp_path_factory.mktemp("runs"))
+
+
+def is_on_policy(script):
+    return name_of(script).startswith("ppo")
+
+
+def steps_of(script, first, total):
+    """The steps after which a run from step `first` looks at its intervals: all, or those that end an iteration."""
+    stride = NUM_ENVS * ROLLOUT if is_on_policy(script) else NUM_ENVS
+    iterations = math.ceil((total - first) / stride)
+    return [first + stride * i for i in range(1, iterations + 1)]
+
+
+def each(script, first, second):
+    """Both parts: the part, the step that it begins with, and `steps_of` it."""
+    steps = steps_of(script, 0, ENDS[0])
+    yield first, 0, steps
+    yield second, steps[-1], steps_of(script, steps[-1], ENDS[1])
+
+
+def reached(interval, first, steps):
+    """The first steps from each multiple of `interval` on."""
+    multiples = [multiple for multiple in range(interval, steps[-1] + 1, interval) if multiple > first]
+    return [min(step for step in steps if step >= multiple) for multiple in multiples]
+
+
+def check_checkpoints(script, *parts):
+    """At the first step from each multiple of the interval on, and at the end."""
+    for part, first, steps in each(script, *parts):
+        assert part.saves == sorted({*reached(100, first, steps), steps[-1]})
+        assert torch.load(part.folder / "checkpoint.pt", weights_only=True)["global_step"] == steps[-1]
+
+
+def test_checkpoints_are_due_at_the_first_step_from_an_interval_on(parts):
+    check_checkpoints(*parts)
+
+
+def check_speed(script, *parts):
+    """Steps since the last log by seconds since then, and the seconds of this part."""
+    for part, first, steps in each(script, *parts):
+        logs = steps
+        if not is_on_policy(script):  # every 10 steps of all environments, when there is something to log
+            logs = [step for step in steps if step % 30 == 0 and step > LEARNING_STARTS]
+        before = [first, *logs[:-1]]
+        speeds = [(step - last) / (clock(step, 0) - clock(last, 0)) for last, step in zip(before, logs, strict=True)]
+        assert [step for step, _ in part.scalars("charts/SPS")] == logs
+        assert [speed for _, speed in part.scalars("charts/SPS")] == pytest.approx(speeds)
+        assert part.summary()["global_step"] == steps[-1]
+        assert part.summary()["wall_seconds"] == pytest.approx(clock(steps[-1], first))
+
+
+def test_speed_and_seconds_are_those_of_the_clock(parts):
+    check_speed(*parts)
+
+
+def episodes(script, first, last):
+    """Step, return and length of all episodes that end in a run from step `first` to step `last`."""
+    found = []
+    for i in range(NUM_ENVS):
+        reward, letters = 1, "." * (LENGTH - 1) + "t"
+        if name_of(script) in ATARI:
+            reward, letters = i + 1, with_resets(GAMES[i])  # after an end a step that starts the next game
+        total = length = 0
+        for t in range((last - first) // NUM_ENVS):
+            letter = letters[t % len(letters)]
+            length += 1
+            total += reward * (letter != "r")
+            if letter in "gtx":
+                found.append((first + NUM_ENVS * (t + 1), i, total, length))
+                total = length = 0
+    return [(step, total, length) for step, _, total, length in sorted(found)]
+
+
+def check_episodes(script, *parts):
+    returns = []
+    for part, first, steps in each(script, *parts):
+        wanted = episodes(script, first, steps[-1])
+        assert part.scalars("charts/episodic_return") == [(step, total) for step, total, _ in wanted]
+        assert part.scalars("charts/episodic_length") == [(step, length) for step, _, length in wanted]
+        returns += [total for _, total, _ in wanted]
+        assert part.summary()["episodes"] == len(returns)
+        assert part.summary()["episodic_return"] == pytest.approx(np.mean(returns[-20:]))
+
+
+def test_episodes_are_logged_when_they_end(parts):
+    check_episodes(*parts)
+
+
+def check_seeds(script, *parts):
+    """Environments get the seed and the step that the run begins with; so do action spaces that are sampled."""
+    for part, first, _ in each(script, *parts):
+        assert [seed for seed in part.resets + part.pools if seed is not None] == [SEED + first]
+        assert part.samplers == [SEED + first] * (name_of(script) in ("sac", "td3"))
+
+
+def test_a_resumed_run_plays_other_episodes(parts):
+    check_seeds(*parts)
+
+
+def check_rates(script, *parts):
+    """An iteration's rate is that of the step with which it begins, from the first rate down to almost 0."""
+    for (part, first, steps), total in zip(each(script, *parts), ENDS, strict=True):
+        wanted = [1e-3 * (1 - step / total) for step in [first, *steps[:-1]]] if is_on_policy(script) else [None]
+        assert (part.rates if is_on_policy(script) else part.rates[:1]) == pytest.approx(wanted)
+
+
+def test_learning_rates_fall_linearly(parts):
+    check_rates(*parts)
+
+
+def check_updates(script, *parts):
+    """DQN's and discrete SAC's: as many as multiples of the frequency are reached; target networks once for these."""
+    if "target_network_frequency" in SIZES[name_of(script)]:
+        for part, first, steps in each(script, *parts):
+            updates, targets = (reached(frequency, max(first, LEARNING_STARTS), steps) for frequency in (20, 50))
+            assert part.updates == updates and part.targets == targets
+
+
+def test_updates_and_target_networks_have_their_frequencies(parts):
+    check_updates(*parts)
+
+
+def check_exploration(script, *parts):
+    """DQN's probability of random actions falls from 0.9 to 0.1 over half of the run."""
+    if name_of(script).startswith("dqn"):
+        for (part, first, steps), total in zip(each(script, *parts), ENDS, strict=True):
+            wanted = [0.9 - 0.8 * min(step / (total / 2), 1) for step in [first, *steps[:-1]]]
+            assert part.exploration[: len(wanted)] == pytest.approx(wanted)
+
+
+def test_exploration_falls_linearly(parts):
+    check_exploration(*parts)
+
+
+@pytest.mark.parametrize("script", script_params([script for script in SCRIPTS if is_on_policy(script)]))
+def test_a_learning_rate_can_stay(script, tmp_path):
+    part = Part(script, tmp_path, total_timesteps=2 * NUM_ENVS * ROLLOUT, anneal_lr=False)
+    assert part.rates == pytest.approx([1e-3, 1e-3])
+
+
+SEEDED = "seed=args.seed + run.step)"
+STARTED = "self.log_step = self.saved_step = self.step"
+JUMPED = ("step // frequency - (step - num_envs) // frequency", "int(step % frequency == 0)")
+TO_THE_END = ("max(args.exploration_fraction * args.total_timesteps, 1)", "args.total_timesteps")
+SAMPLED = ("action_space.seed(args.seed + run.step)", "action_space.seed(args.seed)")
+GAMES_AGAIN = ('load_checkpoint(args.resume).get("global_step", 0)', "0")
+BUGS = [  # script, what is wrong, what is replaced by what, who notices
+    (
+        TURBO["dqn"],
+        "checkpoints at multiples alone",
+        "self.step // interval > self.saved_step // interval",
+        "self.step % interval == 0",
+        check_checkpoints,
+    ),
+    (
+        TURBO["dqn"],
+        "intervals that begin at 0",
+        STARTED,
+        "self.log_step = self.step\n        self.saved_step = 0",
+        check_checkpoints,
+    ),
+    (TURBO["dqn"], "speed since the start", "self.log_time = now", "pass", check_speed),
+    (
+        PLAIN["dqn"],
+        "speed with steps of an earlier run",
+        STARTED,
+        "self.log_step = 0\n        self.saved_step = self.step",
+        check_speed,
+    ),
+    (
+        PLAIN["dqn"],
+        "seconds since the last log",
+        "perf_counter() - self.start_time",
+        "perf_counter() - self.log_time",
+        check_speed,
+    ),
+    (TURBO["dqn"], "lengths of all environments together", "self.lengths += 1", "self.lengths += 3", check_episodes),
+    (TURBO["ppo"], "lengths that go on", " = self.lengths[i] = 0", " = 0", check_episodes),
+    (PLAIN["dqn"], "the same episodes again", SEEDED, "seed=args.seed)", check_seeds),
+    (TURBO["ppo"], "the same episodes again", SEEDED, "seed=args.seed)", check_seeds),
+    (PLAIN["ppo_lstm"], "the same episodes again", SEEDED, "seed=args.seed)", check_seeds),
+    (TURBO["dqn_atari"], "the same games again", *GAMES_AGAIN, check_seeds),
+    (MULTI, "the same games again", *GAMES_AGAIN, check_seeds),
+    (TURBO["sac"], "the same actions again", *SAMPLED, check_seeds),
+    (PLAIN["td3"], "the same actions again", *SAMPLED, check_seeds),
+    (
+        POPULATION,
+        "the same actions again",
+        "action_space.seed(agents[i].seed + population.step)",
+        "action_space.seed(agents[i].seed)",
+        check_seeds,
+    ),
+    (TURBO["ppo"], "the next iteration's rate", "1 - run.step /", "1 - (run.step + args.num_steps) /", check_rates),
+    (MULTI, "the next iteration's rate", "1 - run.step /", "1 - (run.step + args.num_steps) /", check_rates),
+    (TURBO["dqn"], "exploration to the end", *TO_THE_END, check_exploration),
+    (PLAIN["dqn_atari"], "exploration to the end", *TO_THE_END, check_exploration),
+    (TURBO["dqn"], "multiples that steps jump over", *JUMPED, check_updates),
+    (PLAIN["sac_atari"], "multiples that steps jump over", *JUMPED, check_updates),
+]
+
+
+@pytest.mark.parametrize(("script", "bug", "old", "new", "check"), planted(BUGS))
+def test_a_planted_bug_is_noticed(script, bug, old, new, check, tmp_path):
+    (tmp_path / "runs").mkdir()
+    assert_noticed(script, old, new, lambda edited: check(*both_parts(edited, tmp_path / "runs")), tmp_path)
