@@ -32,23 +32,29 @@ def program(path, body):
 
 
 def test_slices_count_neither_waiting_nor_an_unfinished_one(tmp_path):
-    """Slices end at the steps 15, 25 and 35; printing is no signal."""
+    """Slices end at the steps 15, 25 and 35; printing is no signal. Each step takes a second longer than the last."""
     body = """
-for step in (5, 10, 15, 25, 35, 38):
+class Waiting:
+    def readline(self):
+        now[0] += 100.0
+        return sys.__stdin__.readline()
+
+now = [0.0]
+time.perf_counter = lambda: now[0]
+sys.stdin = Waiting()
+for seconds, step in enumerate((5, 10, 15, 25, 35, 38)):
     print("noise")
     slices(step)
-    time.sleep(0.01)
-steps, seconds = zip(*slices.done)
-print(sum(steps), sum(seconds), slices.waited, file=slices.channel)
+    now[0] += seconds
+print(slices.done, slices.waited, slices.steps_per_second, file=slices.channel)
 """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen([sys.executable, program(tmp_path / "program.py", body)], **pipes)
     for _ in range(4):
         assert process.stdout.readline() == "over\n"
-        time.sleep(0.3)
         print(file=process.stdin, flush=True)
-    steps, seconds, waited = map(float, process.communicate()[0].split())
-    assert steps == 30 and 0.04 <= seconds < 0.6 and waited >= 1.2
+    done = [(10, 1.0), (10, 2.0), (10, 3.0)]
+    assert process.communicate()[0] == f"{done} 400.0 {30 / 6.0}\n"
 
 
 def test_a_process_that_nobody_drives_any_more_ends(tmp_path):

@@ -93,14 +93,15 @@ def test_a_tool_is_called_before_each_log(script):
 
 
 @pytest.mark.parametrize("resumed_at", [0, 4])
-def test_a_run_is_warm_after_three_rounds_of_what_is_captured(resumed_at, script):
-    """Six updates, of which a resumed run needs as many; the step that sees them is the next one."""
+def test_a_run_is_warm_after_three_rounds_of_what_is_captured(resumed_at, script, monkeypatch):
+    """Six updates, of which a resumed run needs as many; the step that sees them is the next one. A step takes 2 s."""
     clocks = []
     args = arguments(resumed_at=resumed_at)
+    monkeypatch.setattr(steady.time, "perf_counter", lambda: 2.0 * clocks[0].run.step if clocks else 0.0)
     scripts.train(script, args, lambda run: clocks.extend([steady.Clock(run), steady.Clock(run)]))
     first, second = clocks
-    assert first.begin[0] == second.begin[0] == 7 and first.run.step == 10
-    assert 0 < first.warmup_seconds < 10
+    assert first.begin == second.begin == (7, 14.0) and first.run.step == 10
+    assert first.warmup_seconds == second.warmup_seconds == 14.0
 
 
 @pytest.mark.parametrize(
