@@ -40,6 +40,7 @@ ATARI = ("ppo_atari", "dqn_atari", "sac_atari")
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
 TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}
 MULTI = importlib.import_module("leanrl.ppo_atari_multigpu_torchcompile")  # without torchrun: one process
+POPULATION = importlib.import_module("leanrl.sac_population_torchcompile")
 MODES = {
     "eager": {},
     "compile": {"compile": True},
@@ -239,9 +240,6 @@ THOROUGH = (  # tests that are too long for the quick suite, by the beginning of
     "algorithms/test_dqn.py::test_cartpole_is_learned[plain",
     "algorithms/test_dqn.py::test_values",
     "algorithms/test_frame_replay.py::test_stacks_are_envpools[SpaceInvaders",
-    "algorithms/test_formulas.py::test_ppo_clips_the_gradient[ppo_atari",
-    "algorithms/test_formulas.py::test_target_networks_move_by_tau[sac_atari",
-    "algorithms/test_formulas.py::test_the_entropy_bonus_raises_entropy[ppo_atari",
     "algorithms/test_games.py::test_a_planted_bug",
     "algorithms/test_ppo.py::test_modes_agree",
     "algorithms/test_ppo.py::test_normalizer_agrees_with_numpy_on_a_million",
@@ -255,6 +253,9 @@ THOROUGH = (  # tests that are too long for the quick suite, by the beginning of
     "algorithms/test_ppo_atari.py::test_training_on_cuda",
     "algorithms/test_ppo_atari.py::test_turbo_equals_plain",
     "algorithms/test_ppo_atari_learns.py",
+    "algorithms/test_ppo_formulas.py::test_ppo_clips_the_gradient[ppo_atari",
+    "algorithms/test_ppo_formulas.py::test_the_entropy_bonus_raises_entropy[ppo_atari",
+    "algorithms/test_q_formulas.py::test_target_networks_move_by_tau[sac_atari",
     "algorithms/test_replay.py::test_training_on_cuda",
     "algorithms/test_sac.py::test_modes_agree",
     "algorithms/test_sac.py::test_repeated_updates",

@@ -4,7 +4,7 @@ import envpool
 import numpy as np
 import pytest
 from conftest import ATARI, MULTI, PLAIN, TURBO, learner_class, scalars, stem, train
-from test_formulas import assert_noticed, planted
+from formulas import assert_noticed, planted
 from test_training_on_cuda import no_export
 
 SCRIPTS = [scripts[name] for name in ATARI for scripts in (PLAIN, TURBO)] + [MULTI]

@@ -5,18 +5,9 @@ import math
 import pytest
 import torch
 from conftest import MULTI, PLAIN, TURBO, leaves, stem
-from test_formulas import (
-    OFF_POLICY,
-    PPO_CASES,
-    assert_noticed,
-    each_ppo,
-    is_population,
-    make_learner,
-    name_of,
-    networks_of,
-    pair,
-    planted,
-)
+from formulas import assert_noticed, is_population, make_learner, name_of, pair, planted
+from test_ppo_formulas import PPO_CASES, each_ppo
+from test_q_formulas import OFF_POLICY, networks_of
 
 GAINS = {  # of PPO's layers: sqrt(2), but for the policy's outputs, 0.01, and the value, 1
     "ppo": {"actor.4": 0.01, "critic.4": 1.0} | dict.fromkeys(("actor.0", "actor.2", "critic.0", "critic.2"), 2**0.5),
@@ -118,7 +109,13 @@ BUGS = [  # script, what is wrong, what is replaced by what, who notices
     (PLAIN["ppo"], "gains not passed on", "(layer.weight, gain)", "(layer.weight)", check_orthogonal),
     (TURBO["ppo_atari"], "gains not passed on", "(layer.weight, gain)", "(layer.weight)", check_orthogonal),
     (MULTI, "gains not passed on", "(layer.weight, gain)", "(layer.weight)", check_orthogonal),
-    (PLAIN["ppo_lstm"], "biases drawn", "nn.init.zeros_(layer.bias)", "layer.reset_parameters()", check_orthogonal),
+    (
+        PLAIN["ppo_lstm"],
+        "biases that are not 0",
+        "nn.init.zeros_(layer.bias)",
+        "nn.init.ones_(layer.bias)",
+        check_orthogonal,
+    ),
     (
         TURBO["ppo_lstm"],
         "cell as torch starts it",

@@ -10,10 +10,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, MULTI, PLAIN, TURBO, learner_class, script_params, train
+from conftest import ATARI, MULTI, PLAIN, POPULATION, TURBO, learner_class, script_params, train
+from formulas import assert_noticed, is_population, name_of, planted
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_atari_off_policy_runs import StackingPool
-from test_formulas import POPULATION, assert_noticed, is_population, name_of, planted
 from test_ppo_atari import GAMES, with_resets
 from test_training_on_cuda import no_export
 

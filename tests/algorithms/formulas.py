@@ -1,0 +1,77 @@
+"""What the tests of formulas share: learners without environments, derivatives, bugs planted in copies of scripts."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import ATARI, PLAIN, TURBO, algorithm, learner_class, load_copy, stem
+
+IMAGES = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+VECTORS = gym.spaces.Box(-np.inf, np.inf, (5,))
+MIDDLE, SCALE = np.array([1.0, -2.0, 0.25]), np.array([2.0, 1.0, 0.25])
+CONTINUOUS = gym.spaces.Box(np.float32(MIDDLE - SCALE), np.float32(MIDDLE + SCALE))
+DISCRETE = gym.spaces.Discrete(4)
+
+
+def pair(name):
+    """The plain and the turbo script of an algorithm."""
+    return [PLAIN[name], TURBO[name]]
+
+
+def is_population(script):
+    return hasattr(script, "SACPopulation")
+
+
+def name_of(script):
+    """The script's name in ALGORITHMS; a population is SAC."""
+    return "sac" if is_population(script) else algorithm(script)
+
+
+def make_learner(script, actions=None, **kwargs):
+    """A learner for environments that have spaces and nothing else."""
+    images = name_of(script) in ATARI
+    discrete = images or name_of(script) == "dqn"
+    args = script.Args(**kwargs)
+    envs = SimpleNamespace(num_envs=args.num_envs, single_observation_space=IMAGES if images else VECTORS)
+    envs.single_action_space = actions or (DISCRETE if discrete else CONTINUOUS)
+    torch.manual_seed(1)
+    if is_population(script):
+        return script.SACPopulation(args, script.agents_of(args), [envs], torch.device("cpu"))
+    return learner_class(script)(args, envs, torch.device("cpu"))
+
+
+def double(tensor):
+    return tensor.detach().double().numpy()
+
+
+def images(generator, count):
+    """Stacks of frames whose halves have a shade each: a network could hardly tell apart images of noise."""
+    shades = generator.integers(0, 256, (2, count, 4, 1, 1))
+    middle = IMAGES.shape[1] // 2
+    halves = np.repeat(shades, middle, axis=3).repeat(IMAGES.shape[2], axis=4)
+    return torch.from_numpy(np.concatenate(halves, 2).astype(np.uint8))
+
+
+def slopes(function, count):
+    """The derivatives of a function of `count` numbers at 0, by central differences."""
+    steps = 1e-5 * np.eye(count)
+    return np.array([(function(step) - function(-step)) / 2e-5 for step in steps])
+
+
+def planted(bugs):
+    """Parameters of a test: the first bug of each kind runs in CI."""
+    first = {bug[1]: bug for bug in reversed(bugs)}
+    marks = [[] if bug is first[bug[1]] else [pytest.mark.planted] for bug in bugs]
+    return [pytest.param(*bug, id=f"{stem(bug[0])}, {bug[1]}", marks=own) for bug, own in zip(bugs, marks, strict=True)]
+
+
+def assert_noticed(script, old, new, check, folder):
+    """`check` fails for a copy of the script in which `old` is replaced by `new`."""
+    source = Path(script.__file__).read_text()
+    assert source.count(old) == 1, f"not there once: {old}"
+    edited = load_copy(stem(script), source.replace(old, new), folder)
+    with pytest.raises(AssertionError):
+        check(edited)
