@@ -276,6 +276,21 @@ def test_alpha_moves_the_entropy_to_the_target(script):
     check_temperature(script)
 
 
+def check_fixed_alpha(script):
+    """Alpha starts at 1; without autotune it is the one that is given, and stays."""
+    given = {"autotune": False, "alpha": (0.3,) if is_population(script) else 0.3, "buffer_size": 100}
+    for kwargs, start in (({"buffer_size": 100}, 1.0), (given, 0.3)):
+        assert make_learner(script, **kwargs).log_alpha.exp().mean().item() == pytest.approx(start)
+    learner, _ = make_off_policy(script, rate=1e-3, rows=2, autotune=False)
+    learner.update()
+    assert losses_of(learner)["alpha"] == pytest.approx(ALPHA) and "alpha_loss" not in losses_of(learner)
+
+
+@pytest.mark.parametrize("script", [*SACS, *pair("sac_atari")], ids=stem)
+def test_alpha_stays_without_autotune(script):
+    check_fixed_alpha(script)
+
+
 def check_td3(script):
     """Targets of arXiv:1802.09477 with clipped noise and the smaller value, the first critic's policy gradient."""
     learner, batch = make_off_policy(script, policy_noise=0.2, noise_clip=0.5)
@@ -417,6 +432,13 @@ PLAIN_BUGS = [  # algorithm, what is wrong, what is replaced by what, who notice
     ),
     ("sac", "sign of the temperature's loss", *ALPHA_LOSS, check_temperature),
     ("sac", "sign of the target entropy", *TARGET_ENTROPY, check_temperature),
+    (
+        "sac",
+        "alpha is always tuned",
+        "if self.args.autotune:\n            with",
+        "if True:\n            with",
+        check_fixed_alpha,
+    ),
     (
         "sac",
         "target networks move by 1 - tau",
