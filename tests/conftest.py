@@ -254,6 +254,7 @@ THOROUGH = (  # tests that are too long for the quick suite, by the beginning of
     "algorithms/test_ppo_atari.py::test_turbo_equals_plain",
     "algorithms/test_ppo_atari_learns.py",
     "algorithms/test_ppo_formulas.py::test_ppo_clips_the_gradient[ppo_atari",
+    "algorithms/test_ppo_formulas.py::test_ppo_computes_the_papers_losses_and_gradients[other-ppo_atari",
     "algorithms/test_ppo_formulas.py::test_the_entropy_bonus_raises_entropy[ppo_atari",
     "algorithms/test_q_formulas.py::test_alpha_stays_without_autotune[sac_atari",
     "algorithms/test_q_formulas.py::test_target_networks_move_by_tau[sac_atari",

@@ -214,7 +214,7 @@ def check_ppo(script, actions, norm_adv=True, clip_vloss=True):
 
 
 @each_ppo
-@pytest.mark.parametrize("flags", [(True, True), (False, False)], ids=["default", "no norm_adv, no clip_vloss"])
+@pytest.mark.parametrize("flags", [(True, True), (False, False)], ids=["default", "other"])
 def test_ppo_computes_the_papers_losses_and_gradients(script, actions, flags):
     check_ppo(script, actions, *flags)
 
