@@ -382,7 +382,7 @@ def train(args):
         learner.replay.store(obs, nothing, nothing, nothing, np.ones(args.num_envs, bool))
         while run.unfinished():
             if run.step < args.learning_starts:
-                actions = np.random.randint(learner.num_actions, size=args.num_envs)
+                actions = torch.randint(learner.num_actions, (args.num_envs,)).numpy()
             else:
                 actions = learner.act(obs)
             obs, rewards, terminated, _, infos = envs.step(actions)

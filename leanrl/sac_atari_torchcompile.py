@@ -516,7 +516,7 @@ def train(args):
         while run.unfinished():
             actions = learner.next_actions()
             if run.step < args.learning_starts:
-                actions = np.random.randint(learner.num_actions, size=args.num_envs)
+                actions = torch.randint(learner.num_actions, (args.num_envs,)).numpy()
             obs, rewards, terminated, _, infos = envs.step(actions)  # while CUDA runs the last update
             learner.observe(obs, actions, rewards, terminated, infos["is_reset"])
             run.advance(infos["raw_rewards"], infos["game_ended"])

@@ -349,3 +349,21 @@ def test_catch_is_learnt(tmp_path, monkeypatch):
     folder, _ = train(turbo, tmp_path, every=16, **own)
     returns = np.array(scalars(folder, "charts/episodic_return")) / BALLS
     assert returns[:50].mean() < -0.6 and returns[-100:].mean() > 0.75
+
+
+@pytest.mark.parametrize("name", OFF_POLICY)
+@pytest.mark.parametrize("scripts", [PLAIN, TURBO], ids=["plain", "turbo"])
+def test_a_resumed_run_takes_other_random_actions(scripts, name, tmp_path, monkeypatch):
+    """Before learning starts: the generator is the checkpoint's."""
+    taken = []
+
+    class Watched(StackingPool):
+        def send(self, actions):
+            taken.append(actions.tolist())
+            super().send(actions)
+
+    play(scripts[name], monkeypatch, Watched)
+    sizes = {"learning_starts": 1000, "total_timesteps": 80}
+    folder, _ = train(scripts[name], tmp_path, **sizes)
+    train(scripts[name], tmp_path, **sizes | {"total_timesteps": 160, "resume": str(folder)})
+    assert len(taken) == 40 and taken[:20] != taken[20:]
