@@ -1,5 +1,6 @@
 """The programs' command lines. Bad input is refused: exit code 2, and one line."""
 
+import math
 import sys
 import textwrap
 
@@ -22,6 +23,26 @@ def check(name, given, choices):
     for value in given:
         if value not in choices:
             refuse(name, value, f"choose from {', '.join(choices)}")
+
+
+def from_low(low, args, *names):
+    """Refuse numbers of `args`, or in its lists, that are not finite or are below `low`; None stands for a default."""
+    for name in names:
+        given = getattr(args, name)
+        for value in given if isinstance(given, tuple) else (given,):
+            if value is not None and not low <= value < math.inf:
+                refuse(name.replace("_", "-"), value, f"give a finite number from {low}")
+
+
+def distinct(args, *names):
+    """Refuse lists of `args` that are empty, or have something twice; None stands for a default."""
+    for name in names:
+        values = getattr(args, name)
+        if values == ():
+            refuse(name.replace("_", "-"), "", "give at least one")
+        for value in values or ():
+            if values.count(value) > 1:
+                refuse(name.replace("_", "-"), value, "give it once")
 
 
 def stop(message):

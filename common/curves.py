@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from common.arguments import refuse
+
 RETURN = "charts/episodic_return"
 SPEED = "charts/SPS"
 POINTS = 200  # of a learning curve
@@ -189,6 +191,12 @@ def learning_figure(title, groups, published, styles):
     figure.legend(*both[0].get_legend_handles_labels(), **LEGEND)
     figure.suptitle(title)
     return figure
+
+
+def require_picture(path):
+    """End the program if the argument `output` is no picture that can be written."""
+    if path.suffix not in (".png", ".svg") or not path.parent.is_dir():
+        refuse("output", path, "give a PNG or SVG file in a folder that exists")
 
 
 def svg(figure):

@@ -12,6 +12,38 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+SECONDS_TO_STOP = 120  # for the checkpoint, before a run that was asked to end is killed
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a scheduler, a connection that is lost
+
+
+def end_as_at_ctrl_c():
+    """Have every signal of ENDING raise KeyboardInterrupt in this program."""
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, raise_interrupt)
+
+
+def raise_interrupt(number, frame):
+    if number == signal.SIGHUP:
+        leave_terminal()
+    raise KeyboardInterrupt
+
+
+def leave_terminal():
+    """Print to nowhere what would be printed to a terminal that is gone, which raises an error."""
+    with open(os.devnull, "w") as nowhere:
+        for descriptor in (1, 2):
+            try:
+                os.write(descriptor, b"")
+            except OSError:
+                os.dup2(nowhere.fileno(), descriptor)
+
+
+def ignore_signals():
+    """Have no signal of ENDING disturb this program while it ends."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
 
 def end_with_parent():
     """Have this process killed when its parent ends, even if that is killed; on Linux only."""

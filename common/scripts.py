@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 from common import ROOT
-from common.arguments import stop
+from common.arguments import one_line, stop
 
 
 def load(script):
@@ -29,10 +29,13 @@ def load_given(argument, name):
     path = Path(name)
     if not path.is_file() or path.suffix != ".py":
         stop(f"{argument} {name}: this is no Python file; give the path of a script")
-    script = load(path)
-    if not hasattr(script, "train") or not hasattr(script, "parse_args"):
-        remedy = "give a script of leanrl/ or an edited copy of one"
-        stop(f"{argument} {name}: it has no `train` and `parse_args`; {remedy}")
+    try:
+        script = load(path)
+    except (Exception, SystemExit) as error:
+        stop(f"{argument} {name}: it cannot be imported ({one_line(error)}); correct it")
+    for part in ("train", "parse_args", "Args"):
+        if not hasattr(script, part):
+            stop(f"{argument} {name}: it has no `{part}`; give a script of leanrl/ or an edited copy of one")
     return script
 
 

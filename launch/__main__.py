@@ -7,10 +7,10 @@ Each has --help. They need requirements/launch.txt.
 """
 
 import importlib
-import signal
 import sys
 
 from common.arguments import stop
+from common.processes import end_as_at_ctrl_c
 
 COMMANDS = ("run", "tune")
 
@@ -29,7 +29,7 @@ def main(words):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    end_as_at_ctrl_c()
     try:
         main(sys.argv[1:])
     except KeyboardInterrupt:

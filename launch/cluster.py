@@ -1,11 +1,8 @@
 """Runs on Ray: on this machine, or on a cluster that is there already."""
 
-import contextlib
-import fcntl
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -15,6 +12,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from common import processes
 from common.arguments import refuse
+from common.folders import locked
 from launch import worker
 from launch.orders import Order
 from tools import mkl_on_amd
@@ -40,7 +38,7 @@ def connect(address, **settings):
             refuse("address", address, f"no Ray cluster answers there ({str(error).splitlines()[0]})")
     for module in (worker, processes):
         ray.cloudpickle.register_pickle_by_value(module)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C; ray.init sets one of its own
+    processes.end_as_at_ctrl_c()  # ray.init sets handlers of its own
 
 
 def require_answer(address):
@@ -88,9 +86,8 @@ class Cluster:
         return [(self.tasks.pop(task), outcome(task)) for task in ready]
 
     def stop(self):
-        """End all runs, with their checkpoints. Another Ctrl-C meanwhile does nothing."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        """End all runs, with their checkpoints."""
+        processes.ignore_signals()
         self.stop_file.write_text("stop")  # Ray can crash when it cancels a task that it is starting
         for task, order in self.tasks.items():
             if worker.started(order.folder).get("session") == self.session:
@@ -108,17 +105,6 @@ def outcome(task):
         return {"status": "failed", "line": f"after {ATTEMPTS} attempts: {lines[0]}"}
 
 
-@contextlib.contextmanager
 def folder_of(out, script):
-    """The folder of a script's runs, which all machines see, for this command alone."""
-    folder = Path(out).resolve() / script.path.stem
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse("out", out, f"give a folder that can be written ({error.strerror})")
-    with open(folder / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            refuse("out", out, f"another command is using {folder}; wait for it, or give another folder")
-        yield folder
+    """The folder of a script's runs, which all machines see, for this command alone: a context."""
+    return locked("out", out, script.path.stem)

@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import io
 import itertools
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,10 @@ import tyro
 
 from common.arguments import refuse, stop
 from common.scripts import load_given, refuse_population
-from launch.worker import ORDER
+from launch.worker import ORDER, read, write
 
-OURS = {"env-id": "--env-ids", "seed": "--seeds", "run-dir": "--out", "resume": None}  # give these
+OURS = {"env-id": "--env-ids sets it", "seed": "--seeds sets it", "run-dir": "--out sets it"}
+OURS |= {"resume": "launch resumes"}
 CHECKPOINTS = 20  # of a run, unless --checkpoint-interval says otherwise: a machine that dies costs a twentieth
 SWITCH = {"True": True, "true": True, "False": False, "false": False}
 ONLY = "base"  # the name of the only setting
@@ -33,6 +33,7 @@ class Script:
         script = load_given("launch", str(self.path))
         refuse_population(f"launch {self.path}", script)
         self.Args = script.Args
+        self.prepare = getattr(script, "prepare", lambda args: None)
         self.text = self.path.read_text()
         self.parsed = {}
         self.fields = {field.name.replace("_", "-"): field for field in dataclasses.fields(self.Args)}
@@ -68,6 +69,19 @@ class Script:
         except SystemExit:
             words = " ".join(flags)
             stop(f"{self.path.name} does not accept {words}; see python {self.path} --help")
+
+    def ask(self, flags):
+        """Have the script check its arguments, before anything is trained, as it does when it starts."""
+        args = self.parse(flags)
+        if "threads" in self.fields:
+            args = dataclasses.replace(args, threads=min(args.threads, 0))  # another machine may have more cores
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                self.prepare(args)
+        except SystemExit as ended:
+            line = said.getvalue().strip() or str(ended.code)
+            stop(line.removeprefix("error: "))
 
 
 @dataclass
@@ -112,11 +126,11 @@ class Order:
         own = [word for word in self.flags if not word.startswith(("--run-dir=", "--threads="))]
         identity = {"flags": own, "script": hashlib.sha256(self.script.text.encode()).hexdigest()[:12]}
         path = self.folder / ORDER
-        if path.exists() and json.loads(path.read_text()) != identity:
+        if path.exists() and read(path) != identity:
             remedy = "another edition of the script or other flags ran there; give another folder, or delete this one"
             stop(f"{self.folder}: {remedy}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(identity))
+        write(path, identity)
 
 
 def setting_name(setting):
@@ -128,18 +142,22 @@ def folder_name(text):
     return text.replace("/", "-").replace(", ", ",")
 
 
-def check_flags(script, flags, taken):
+def refuse_ours(name, given, ours):
+    """Refuse a flag of the script that the command itself sets: `ours` says what to do instead."""
+    if name in ours:
+        stop(f"{given}: leave it out; {ours[name]}")
+
+
+def check_flags(script, flags, taken, ours):
     """Refuse flags after the two dashes that the script does not have, or that are given before them.
 
-    `taken` are the names of those that differ between runs.
+    `taken` are the names of those that differ between runs, `ours` of those that the command sets.
     """
     for word in flags:
         if not word.startswith("--"):
             continue
         name = named(word)
-        if name in OURS:
-            remedy = OURS[name]
-            stop(f"{word}: give {remedy} before the two dashes" if remedy else f"{word}: leave it out; launch resumes")
+        refuse_ours(name, word, ours)
         plain = name.removeprefix("no-")
         name = script.check(plain if plain in script.fields else name, word)
         if name in taken:
@@ -182,8 +200,7 @@ def settings_of(script, grid):
     for words in grid:
         name, *values = words or [""]
         name = script.check(name, f"--grid {name}")
-        if name in OURS:
-            refuse("grid", name, "give --env-ids or --seeds")
+        refuse_ours(name, f"--grid {name}", OURS)
         if not values:
             refuse("grid", name, "give its values after it")
         choices[name] = dict.fromkeys(values)
@@ -193,8 +210,14 @@ def settings_of(script, grid):
 def orders(script, env_ids, grid, seeds, flags, out, threads):
     """All runs, seed by seed, so that a first row of results is there soon."""
     settings = settings_of(script, grid)
-    check_flags(script, flags, settings[0])
-    for seed in dict.fromkeys(seeds):
+    check_flags(script, flags, settings[0], OURS)
+    names = {}  # by folder
+    for seed in seeds:
         for env_id in dict.fromkeys(env_ids or (None,)):
             for setting in settings:
-                yield order(script, env_id, setting, seed, flags, out, threads)
+                own = order(script, env_id, setting, seed, flags, out, threads)
+                other = names.setdefault(own.folder, own.name)
+                if other != own.name:
+                    stop(f"{own.name}: its folder would be that of {other}, {own.folder}; run it with another --out")
+                script.ask(own.flags)
+                yield own

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from common.arguments import refuse
+from common.arguments import distinct, from_low
 from launch import orders, report
 from launch.board import Board
 from launch.cluster import Cluster, folder_of
@@ -60,8 +60,8 @@ def parse(words, kind, name, description):
     """The arguments before the two dashes, and the script's flags after them."""
     at = words.index("--") if "--" in words else len(words)
     args = tyro.cli(kind, args=words[:at], prog=f"python -m launch {name}", description=description)
-    if not args.seeds:
-        refuse("seeds", "", "give at least one")
+    distinct(args, "seeds")
+    from_low(0, args, "cpus_per_run", "gpus_per_run")
     return args, words[at + 1 :]
 
 

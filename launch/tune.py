@@ -21,6 +21,7 @@ Run the same command again to continue or to extend a search. A search space can
 """
 
 import math
+import os
 import shlex
 import sys
 import tomllib
@@ -38,17 +39,19 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from common import curves
-from common.arguments import refuse, stop
+from common.arguments import from_low, refuse, stop
 from common.tables import Table
 from launch import orders, report
 from launch.board import Board
 from launch.cluster import folder_of
-from launch.orders import once
+from launch.orders import refuse_ours
 from launch.run import Resources, begin, end, interrupted, parse
 from launch.worker import done_step, has_diverged, summaries
 
 KEEP = 3  # one of so many trials goes on to the next rung
 KEYS = {"low", "high", "log"}  # of a range in a TOML file
+OURS = orders.OURS | {"env-id": "--env-id sets it"}
+NEVER_SEARCHED = OURS | {"total-timesteps": "all trials have the same, after two dashes"}
 WORST = -math.inf  # the value of a trial that has not ended an episode, or has diverged
 SHOWN = 10  # trials in the table
 
@@ -80,8 +83,22 @@ class Args(Resources):
 def search_space(script, args):
     """The distributions that the arguments ask for, by flag."""
     space = {}
-    once("range", args.range)
-    once("choice", args.choice)
+    for given, name, entry in entries(args):
+        name = script.check(name, given)
+        refuse_ours(name, given, NEVER_SEARCHED)
+        if name in space:
+            stop(f"{given}: {name} is given twice; leave one of them out")
+        if "choices" in entry:
+            space[name] = one_of(script, name, entry["choices"], given)
+        else:
+            space[name] = between(script, name, entry["low"], entry["high"], entry.get("log", False), given)
+    if not space:
+        stop("python -m launch tune: give what to search for by --range, --choice or --space")
+    return space
+
+
+def entries(args):
+    """What the user has written, a flag's name, and what a TOML file has under it, for each flag to search for."""
     for words in args.range:
         name, *limits = words or [""]
         given = f"--range {' '.join(words)}"
@@ -90,57 +107,62 @@ def search_space(script, args):
             low, high = map(float, limits[:2] if log else limits)
         except ValueError:
             stop(f"{given}: give a flag, its smallest and largest value, and optionally log")
-        name = script.check(name, given)
-        space[name] = between(script, name, low, high, log, given)
+        yield given, name, {"low": low, "high": high, "log": log}
     for words in args.choice:
         name, *values = words or [""]
-        name = script.check(name, f"--choice {name}")
-        space[name] = one_of(script, name, values, f"--choice {name}")
+        yield f"--choice {name}", name, {"choices": values}
     if args.space:
-        space |= space_in(script, args.space)
-    if not space:
-        stop("python -m launch tune: give what to search for by --range, --choice or --space")
-    return space
+        yield from entries_in(args.space)
 
 
-def space_in(script, path):
-    """The distributions in a TOML file."""
+def entries_in(path):
+    """The same of a TOML file."""
     try:
-        entries = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        found = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
         refuse("space", path, f"give a TOML file ({error})")
-    space = {}
-    for name, entry in entries.items():
+    for name, entry in found.items():
         given = f"--space {path}: {name}"
-        if not isinstance(entry, dict) or not ({"choices"} == set(entry) or {"low", "high"} <= set(entry) <= KEYS):
-            stop(f"{given}: give low and high, and optionally log = true, or choices")
-        name = script.check(name, given)
-        if "choices" in entry:
-            space[name] = one_of(script, name, entry["choices"], given)
-        else:
-            space[name] = between(script, name, entry["low"], entry["high"], entry.get("log", False), given)
-    return space
+        if not is_entry(entry):
+            stop(f"{given}: give low and high, both numbers, and optionally log = true, or a list of choices")
+        yield given, name, entry
+
+
+def is_entry(entry):
+    """Whether this is a range or a list of choices."""
+    if not isinstance(entry, dict):
+        return False
+    if set(entry) == {"choices"}:
+        return isinstance(entry["choices"], list)
+    numbers = [type(entry.get(name)) in (int, float) for name in ("low", "high")]
+    return all(numbers) and set(entry) <= KEYS and type(entry.get("log", False)) is bool
 
 
 def one_of(script, name, values, given):
     """A choice between values of a flag."""
+    values = [str(value) for value in values]
     if not values:
         stop(f"{given}: give its values")
-    values = [str(value) for value in values]
+    if len(set(values)) < len(values):
+        stop(f"{given}: give each value once")
     for value in values:
-        script.parse([script.flag(name, value)])
+        script.ask([script.flag(name, value)])
     return CategoricalDistribution(values)
 
 
 def between(script, name, low, high, log, given):
     """A range of a flag: of whole numbers if those are what the script takes."""
     whole = script.fields[name].type is int
+    if not math.isfinite(low) or not math.isfinite(high):
+        stop(f"{given}: give finite numbers")
     if whole and (low % 1 or high % 1):
         stop(f"{given}: give whole numbers")
+    if whole:
+        low, high = int(low), int(high)
+    for limit in (low, high):
+        script.ask([script.flag(name, limit)])
     try:
-        if whole:
-            return IntDistribution(int(low), int(high), log=log)
-        return FloatDistribution(low, high, log=log)
+        return (IntDistribution if whole else FloatDistribution)(low, high, log=log)
     except ValueError as error:
         stop(f"{given}: {error}")
 
@@ -160,6 +182,12 @@ def defaults(script, space, flags):
     return values if len(values) == len(space) else None
 
 
+def drop_unfinished_line(journal):
+    """Cut what a crash has left of the last line that it wrote: Optuna would write on in the same line."""
+    if journal.exists():
+        os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
+
+
 class Search:
     """A study and its trials, which share `flags`. All of it is in `folder`: resuming a search retrains nothing."""
 
@@ -173,7 +201,9 @@ class Search:
         self.folder = folder
         if self.rungs[0] < 1:
             refuse("rungs", args.rungs, f"give fewer, or more than {self.total} steps")
-        storage = JournalStorage(JournalFileBackend(str(self.folder / "journal.log")))
+        journal = self.folder / "journal.log"
+        drop_unfinished_line(journal)
+        storage = JournalStorage(JournalFileBackend(str(journal)))
         names = {"study_name": "tune", "load_if_exists": True, "direction": "maximize"}
         self.study = optuna.create_study(storage=storage, **names)
         seed = args.search_seed + len(self.study.trials)  # a search that continues proposes other settings
@@ -287,11 +317,12 @@ def main(words):
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     args, flags = parse(words, Args, "tune", __doc__)
     script = orders.Script(args.script)
-    for name in ("trials", "rungs"):
-        if getattr(args, name) < 1:
-            refuse(name, getattr(args, name), "give at least 1")
+    from_low(1, args, "trials", "rungs")
+    from_low(0, args, "search_seed")
     space = search_space(script, args)
-    orders.check_flags(script, flags, space)
+    orders.check_flags(script, flags, space, OURS)
+    for seed in args.seeds:
+        script.ask([f"--seed={seed}", *flags])
     with folder_of(args.out, script) as folder:
         search = Search(args, script, space, flags, folder)
         outcomes = run_all(args.cluster(folder), search)

@@ -13,14 +13,13 @@ import re
 import time
 from pathlib import Path
 
-from common.processes import interrupt, start
+from common.processes import SECONDS_TO_STOP, interrupt, start
 
 ORDER = "order.json"
 STARTED = "started.json"
 DONE = "done.json"  # the step at which the script last ended without an error
 LOG = "log.txt"
-DIVERGED = "error: step "  # how the line begins that a script ends with at a loss that is not finite
-SECONDS_TO_STOP = 120  # for the checkpoint, before a run that was asked to end is killed
+DIVERGED = re.compile(r"error: step \d+: .*; usual causes: ")  # the last line of a script whose numbers are not finite
 UNTIL = '''\
 """Run a script until a step, as if somebody interrupted it there: python until.py STEP SCRIPT FLAGS"""
 
@@ -71,17 +70,24 @@ def train(order):
             return {"status": "interrupted"}
         time.sleep(0.1)
     if process.returncode == 0:
-        write(folder / DONE, order["steps"])
-        return {"status": "done"}
+        return end_of(folder, order["steps"])
     killed = f"killed by signal {-process.returncode}" if process.returncode < 0 else ""
     line = killed or last_line(folder / LOG, log_start) or f"exit code {process.returncode}"
     return {"status": "failed", "line": line}
 
 
+def end_of(folder, steps):
+    """The outcome of a run whose script has ended without an error: an edited one may do so before its steps."""
+    reached = max((summary["global_step"] for summary in summaries(folder)), default=0)
+    if reached < steps:
+        return {"status": "failed", "line": f"exit code 0 at step {reached} of {steps}, by the summaries in {folder}"}
+    write(folder / DONE, steps)
+    return {"status": "done"}
+
+
 def started(folder):
     """Session and machine in which the run last started, by name; nothing if it never has."""
-    path = folder / STARTED
-    return json.loads(path.read_text()) if path.exists() else {}
+    return read(folder / STARTED) or {}
 
 
 def start_script(order, folder):
@@ -92,7 +98,7 @@ def start_script(order, folder):
     if order["until"]:
         (folder / "until.py").write_text(UNTIL)
         words = [folder / "until.py", order["until"], *words]
-    checkpoint = newest_checkpoint(folder)
+    checkpoint = furthest_checkpoint(folder)
     if checkpoint:
         words.append(f"--resume={checkpoint.parent}")
         step = step_of(checkpoint)
@@ -103,13 +109,13 @@ def start_script(order, folder):
     return start(words, folder / LOG, env=variables)
 
 
-def newest_checkpoint(folder):
-    """The checkpoint that the last attempt wrote, or one before it; None if there is none."""
-    return max(folder.glob("*/checkpoint.pt"), key=lambda path: path.stat().st_mtime, default=None)
+def furthest_checkpoint(folder):
+    """The checkpoint with the most steps, of equal ones the newest; None if there is none."""
+    return max(folder.glob("*/checkpoint.pt"), key=lambda path: (step_of(path), path.stat().st_mtime), default=None)
 
 
 def step_of(checkpoint):
-    """The environment step of a checkpoint; 0 if it cannot be read, as the script will say."""
+    """The environment step of a checkpoint; 0 if it cannot be read."""
     try:
         import torch
 
@@ -130,19 +136,29 @@ def summaries(folder):
 def has_diverged(folder):
     """Whether an attempt has ended at a loss that is not finite."""
     lines = re.split(r"[\r\n]+", tail(folder / LOG)) if (folder / LOG).exists() else ()
-    return any(line.startswith(DIVERGED) for line in lines)
+    return any(DIVERGED.match(line) for line in lines)
 
 
 def done_step(folder):
     """The step that a run has been trained to; 0 as long as no attempt has ended without an error."""
-    return json.loads((folder / DONE).read_text()) if (folder / DONE).exists() else 0
+    return read(folder / DONE) or 0
 
 
 def write(path, content):
     """Write a JSON file that nobody sees half of."""
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(content))
+    with open(temporary, "w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def read(path):
+    """What `write` has written; None if it has not, or if the file is damaged."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return json.loads(path.read_text())
+    return None
 
 
 def last_line(log, begin=0):

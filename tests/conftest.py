@@ -5,10 +5,13 @@ import importlib.util
 import io
 import math
 import os
+import pty
 import signal
+import subprocess
 import sys
+import termios
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: processes that share cores wait for threads
@@ -55,6 +58,30 @@ def wait_for(condition, seconds=120):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+class Terminal:
+    """A process on a terminal of its own, which `close` takes away from it, as a connection that is lost does."""
+
+    def __init__(self, words, **settings):
+        self.end, end = pty.openpty()
+        os.set_blocking(self.end, False)
+        settings |= {"stdin": end, "stdout": end, "stderr": end, "start_new_session": True}
+        self.process = subprocess.Popen(words, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), **settings)
+        os.close(end)
+
+    def wait_for(self, condition):
+        """Wait until `condition()` is true, and meanwhile read what is shown: a full terminal stops the process."""
+
+        def read_and_ask():
+            with suppress(OSError):
+                os.read(self.end, 2**16)
+            return condition()
+
+        wait_for(read_and_ask)
+
+    def close(self):
+        os.close(self.end)
 
 
 @pytest.fixture

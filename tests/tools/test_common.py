@@ -1,8 +1,12 @@
 """What the tools share: scripts that are trained with a tool that watches, their warm-up, processes, and curves."""
 
+import math
+import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +14,8 @@ import pytest
 from conftest import TURBO, tiny, wait_for
 from torch.utils.tensorboard import SummaryWriter
 
-from common import curves, processes, scripts, steady
+from common import curves, folders, processes, scripts, steady
+from common.arguments import distinct, from_low
 
 SCRIPT = """
 from dataclasses import dataclass
@@ -61,6 +66,68 @@ def script(tmp_path):
     path = tmp_path / "stand_in.py"
     path.write_text(SCRIPT)
     return scripts.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def train(:", r"it cannot be imported \(SyntaxError: .*bad.py, line 1\)\); correct it"),
+        ("import nothing_of_this_name", r"it cannot be imported \(ModuleNotFoundError: .*\); correct it"),
+        ("1 / 0", r"it cannot be imported \(ZeroDivisionError: .*\); correct it"),
+        ("import sys; sys.exit(3)", r"it cannot be imported \(SystemExit: 3\); correct it"),
+        ("def train(args): pass\ndef parse_args(): pass", "it has no `Args`; give a script of leanrl/ .*"),
+        ("def train(args): pass", "it has no `parse_args`; give a script of leanrl/ .*"),
+    ],
+)
+def test_a_script_that_is_none_of_ours_is_refused(text, said, tmp_path, capsys):
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        scripts.load_given("probe", path)
+    line = capsys.readouterr().err
+    assert stopped.value.code == 2 and re.fullmatch(f"error: probe {path}: {said}\n", line), line
+
+
+@pytest.mark.parametrize("folder", ["file/below", "/sys"])
+def test_a_folder_that_cannot_be_written_is_refused(folder, tmp_path, capsys):
+    """/sys is a folder in which nobody can make a file, the administrator neither."""
+    (tmp_path / "file").write_text("")
+    for function in (folders.writable, lambda *given: folders.locked(*given).__enter__()):
+        with pytest.raises(SystemExit) as stopped:
+            function("out", tmp_path / folder)
+        assert stopped.value.code == 2
+        line = capsys.readouterr().err
+        assert line.startswith(f"error: --out {tmp_path / folder}: give a folder that can be written (")
+
+
+def test_a_folder_is_one_programs_at_a_time(tmp_path, capsys):
+    with folders.locked("run-dir", tmp_path) as folder, pytest.raises(SystemExit), folders.locked("run-dir", tmp_path):
+        pass
+    remedy = f"another command is using {folder}; wait for it, or give another folder"
+    assert capsys.readouterr().err == f"error: --run-dir {tmp_path}: {remedy}\n"
+    with folders.locked("run-dir", tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "line"),
+    [
+        (partial(from_low, 1), 0, "--the-value 0: give a finite number from 1"),
+        (partial(from_low, 0), math.nan, "--the-value nan: give a finite number from 0"),
+        (partial(from_low, 0), math.inf, "--the-value inf: give a finite number from 0"),
+        (partial(from_low, 2), (2, 1), "--the-value 1: give a finite number from 2"),
+        (partial(from_low, 0), 0, None),
+        (partial(from_low, 1), None, None),
+        (distinct, (), "--the-value : give at least one"),
+        (distinct, (3, 5, 3), "--the-value 3: give it once"),
+        (distinct, (3, 5), None),
+        (distinct, None, None),
+    ],
+)
+def test_numbers_and_lists_are_checked(function, given, line, capsys):
+    with pytest.raises(SystemExit) if line else nullcontext():
+        function(SimpleNamespace(the_value=given), "the_value")
+    assert capsys.readouterr().err == (f"error: {line}\n" if line else "")
 
 
 def arguments(**changed):

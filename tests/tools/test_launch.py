@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import wait_for
+from conftest import Terminal, wait_for
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 pytest.importorskip("ray", reason="pip install -r requirements/launch.txt")
 
-from launch import board, orders, run, worker
+from launch import board, orders, report, run, worker
 from launch import tune as tuning
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +49,7 @@ class Args:
     checkpoint_interval: int = 0
     run_dir: str = "runs"
     resume: str | None = None
+    env_file: str = ""
     seconds: float = 0.0
     crash: bool = False
 
@@ -77,7 +78,15 @@ class Run:
         os.replace(self.folder / "tmp", self.folder / "checkpoint.pt")
 
 
+def prepare(args):
+    for name in ("learning_rate", "seed"):
+        if not getattr(args, name) >= 0:
+            print(f"error: --{name.replace('_', '-')} {getattr(args, name)}: give a number from 0", file=sys.stderr)
+            sys.exit(2)
+
+
 def train(args, on_start=lambda run: None):
+    prepare(args)
     run = Run(args)
     on_start(run)
     while run.unfinished():
@@ -198,17 +207,23 @@ def test_a_crash_ends_one_run_alone_and_is_tried_again(script):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_ends_runs_with_their_checkpoints_and_the_command_goes_on(script, kind):
     flags = ("--seconds", "0.3", "--checkpoint-interval", "1000")
     folder = script.parent / "runs" / "walk"
     command = words_of(script, flags=flags)
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    wait_for(lambda: any(steps > 3 for steps in steps_now(folder)))
-    os.killpg(process.pid, kind)  # as a terminal and a scheduler do: to all processes of the group
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "run the same command again to continue" in err.splitlines() and "Traceback" not in err
+    if kind == signal.SIGHUP:
+        terminal = Terminal(command, cwd=ROOT)
+        terminal.wait_for(lambda: any(steps > 3 for steps in steps_now(folder)))
+        terminal.close()
+        assert terminal.process.wait(60) == 130
+    else:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        wait_for(lambda: any(steps > 3 for steps in steps_now(folder)))
+        os.killpg(process.pid, kind)  # as a terminal and a scheduler do: to all processes of the group
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
+        assert "run the same command again to continue" in err.splitlines() and "Traceback" not in err
     assert not processes(folder)
     interrupted = values(folder)
     assert interrupted and all(0 < step < 20 for step, _ in interrupted.values())
@@ -278,15 +293,72 @@ def test_a_run_ends_at_the_step_that_it_is_to_stop_at(script, tmp_path):
     assert values(tmp_path / "parts" / "walk")["Walk-v0/base/5"] == (20, by_hand(script.path, 5))
 
 
+def test_a_run_that_ends_before_its_steps_is_not_done(script, tmp_path):
+    script.write_text(STAND_IN.replace("while run.unfinished():", "while run.unfinished() and run.step < 7:"))
+    order = orders.order(orders.Script(script), None, {}, 5, [], tmp_path / "runs", 1)
+    order.place()
+    outcome = worker.train(order.message("", {}, os.devnull))
+    assert outcome["status"] == "failed" and outcome["line"].startswith("exit code 0 at step 7 of 20")
+    assert worker.done_step(order.folder) == 0 and report.result(order) is None
+
+
+def test_a_run_resumes_from_the_checkpoint_with_the_most_steps(tmp_path):
+    """Which is not always the newest file: folders are copied."""
+    for name, step in (("a", 300), ("b", 900), ("c", 600), ("d", None)):
+        (tmp_path / name).mkdir()
+        torch.save({"global_step": step} if step else [], tmp_path / name / "checkpoint.pt")
+    assert worker.furthest_checkpoint(tmp_path) == tmp_path / "b" / "checkpoint.pt"
+
+
+def test_files_that_a_crash_has_cut(script, tmp_path, capsys, monkeypatch):
+    """The order is the old one or the new one; where a file is damaged the run is made again, or a line says so."""
+    order = orders.order(orders.Script(script), None, {}, 5, [], tmp_path / "runs", 1)
+    order.place()
+    whole = (order.folder / worker.ORDER).read_text()
+
+    def write_half(content, file):
+        file.write(json.dumps(content)[:9])
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(json, "dump", write_half)
+        order.place()
+    assert (order.folder / worker.ORDER).read_text() == whole
+    for name in (worker.ORDER, worker.DONE, worker.STARTED):
+        (order.folder / name).write_text('{"flag')
+    assert worker.done_step(order.folder) == 0 and worker.started(order.folder) == {}
+    with pytest.raises(SystemExit) as stopped:
+        order.place()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {order.folder}: another edition of the script or other flags")
+
+
+def test_minutes_are_those_of_all_attempts(script, tmp_path):
+    order = orders.order(orders.Script(script), None, {}, 5, [], tmp_path / "runs", 1)
+    order.place()
+    for step, seconds in ((8, 60), (20, 120)):
+        add_summary(order.folder / str(step), global_step=step, episodic_return=step, wall_seconds=seconds)
+    worker.write(order.folder / worker.DONE, 20)
+    result = report.result(order)
+    assert result["wall_seconds"] == 180 and result["episodic_return"] == 20
+    (row,) = report.table(report.grouped([order])).rows
+    assert row[-1] == "3.0"
+
+
+def add_summary(folder, **content):
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--grid", "learning_rat", "1"], "--grid learning_rat: walk.py has no such flag; give learning-rate"),
         (["--grid", "learning-rate"], "--grid learning-rate: give its values after it"),
-        (["--grid", "seed", "1"], "--grid seed: give --env-ids or --seeds"),
+        (["--grid", "seed", "1"], "--grid seed: leave it out; --seeds sets it"),
         (["--grid", "learning-rate", "fast"], "walk.py does not accept --learning-rate=fast; see python .*--help"),
         (["--", "--learning-rat", "1"], "--learning-rat: walk.py has no such flag; give learning-rate"),
-        (["--", "--seed", "1"], "--seed: give --seeds before the two dashes"),
+        (["--", "--seed", "1"], "--seed: leave it out; --seeds sets it"),
         (["--", "--resume", "x"], "--resume: leave it out; launch resumes"),
         (["--grid", "threads", "1", "--grid", "threads", "2"], "--grid threads: give it once, with all of its values"),
         (
@@ -294,6 +366,20 @@ def test_a_run_ends_at_the_step_that_it_is_to_stop_at(script, tmp_path):
             "--threads=2: leave it out here; .*",
         ),
         (["--seeds"], "--seeds : give at least one"),
+        (["--seeds", "1", "2", "1"], "--seeds 1: give it once"),
+        (["--seeds", "-1"], "--seed -1: give a number from 0"),
+        (["--cpus-per-run", "nan"], "--cpus-per-run nan: give a finite number from 0"),
+        (["--gpus-per-run", "inf"], "--gpus-per-run inf: give a finite number from 0"),
+        (["--grid", "learning-rate", "1", "nan"], "--learning-rate nan: give a number from 0"),
+        (["--", "--learning-rate", "-2"], "--learning-rate -2.0: give a number from 0"),
+        (
+            ["--env-ids", "ALE/Pong", "ALE-Pong"],
+            r"ALE-Pong base seed 1: its folder would be that of ALE/Pong base seed 1, .*/ALE-Pong/base/1; .*",
+        ),
+        (
+            ["--grid", "env-file", "a/b", "a-b"],
+            "Walk-v0 env-file=a-b seed 1: its folder would be that of Walk-v0 env-file=a/b seed 1, .*",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(script, words, said, capsys):
@@ -447,7 +533,7 @@ def test_tuning_goes_on_after_an_interrupt(hill):
 @pytest.mark.thorough
 def test_a_trial_that_diverges_counts_as_the_worst(hill):
     """Its bracket is over all the same; the return of trial 0, the script's default, is the best."""
-    diverges = "run.step == 2 and args.learning_rate != 1", "error: step 2: qf_loss is nan"
+    diverges = "run.step == 2 and args.learning_rate != 1", NAN_LINE
     text = hill.read_text().replace("run.step == 7 and args.seed == 2", diverges[0])
     hill.write_text(text.replace("error: out of luck", diverges[1]))
     words = ["--range", "learning-rate", "0.5", "8", "log", "--trials", "3", "--rungs", "2", "--seeds", "1"]
@@ -472,14 +558,14 @@ def bracket(script, outcomes):
         order.place()
         (order.folder / worker.LOG).write_text(f"{outcome}\n" if isinstance(outcome, str) else "")
         if not isinstance(outcome, str):
-            (order.folder / "run").mkdir()
-            summary = {"global_step": order.steps, "episodic_return": outcome}
-            (order.folder / "run" / "summary.json").write_text(json.dumps(summary))
+            add_summary(order.folder / "run", global_step=order.steps, episodic_return=outcome)
             worker.write(order.folder / worker.DONE, order.steps)
     return own
 
 
-NAN = "training: 0/18 [00:01<00:02, 10.5step/s]\rerror: step 2: qf_loss is nan; there is no checkpoint\nwandb: bye"
+NAN_LINE = "error: step 2: qf_loss is nan; usual causes: NaN in observations"
+NAN = f"training: 0/18 [00:01<00:02, 10.5step/s]\r{NAN_LINE}\nwandb: bye"
+EXIT = "error: step 2: the environment ended the program with sys.exit(None)"
 
 
 @pytest.mark.parametrize(
@@ -489,6 +575,7 @@ NAN = "training: 0/18 [00:01<00:02, 10.5step/s]\rerror: step 2: qf_loss is nan; 
         ([NAN, NAN, NAN, NAN, 4.0, None, NAN, NAN, NAN], [4, 5]),  # one that has not ended an episode may yet
         ([NAN] * 9, []),
         ([NAN, 3.0, NAN, 5.0, 4.0, 2.0, "error: out of luck", NAN, 1.0], None),
+        ([NAN, 3.0, NAN, 5.0, 4.0, 2.0, EXIT, NAN, 1.0], None),
     ],
 )
 def test_trials_that_have_diverged_do_not_go_on(outcomes, going_on, script, capsys):
@@ -501,6 +588,30 @@ def test_trials_that_have_diverged_do_not_go_on(outcomes, going_on, script, caps
     assert capsys.readouterr().err.splitlines() == ([] if going_on is None else lines)
     over = [trial.number for trial in own.search.study.trials if trial.state.is_finished()]
     assert over == ([] if going_on is None else [number for number in range(9) if number not in going_on])
+
+
+def test_the_value_at_a_rung_is_that_of_the_attempt_which_ended_there(script):
+    """Of a trial that has gone on to the next one, too."""
+    own = bracket(script, [3.0, 5.0])
+    order = own.search.order(1, 1, 1)
+    add_summary(order.folder / "later", global_step=6, episodic_return=-9.0)
+    worker.write(order.folder / worker.DONE, 6)
+    assert [own.search.value(number, 0) for number in (0, 1)] == [3.0, 5.0]
+    assert [own.search.value(number, 1) for number in (0, 1)] == [None, -9.0]
+
+
+@pytest.mark.parametrize("cut", [1, 12, 25])
+def test_a_search_goes_on_where_a_crash_has_cut_its_journal(cut, script):
+    own = bracket(script, [3.0, 5.0, 4.0])
+    own.compare()
+    journal = script.parent / "journal.log"
+    os.truncate(journal, journal.stat().st_size - cut)
+    made = (own.search.args, own.search.script, own.search.space, own.search.flags, own.search.folder)
+    for _ in range(2):  # the second one reads what the first one has added
+        (again,) = tuning.Search(*made).brackets()
+        assert again.numbers == [0, 1, 2]
+    again.compare()
+    assert again.numbers == [1]
 
 
 @pytest.mark.parametrize(
@@ -517,7 +628,25 @@ def test_trials_that_have_diverged_do_not_go_on(outcomes, going_on, script, caps
         (["--choice", "threads", "1", "many"], "walk.py does not accept --threads=many; see python .* --help"),
         (["--choice", "threads"], "--choice threads: give its values"),
         (["--space", "none.toml"], "--space none.toml: give a TOML file .*"),
-        (["--choice", "threads", "1", "--trials", "0"], "--trials 0: give at least 1"),
+        (["--choice", "threads", "1", "--trials", "0"], "--trials 0: give a finite number from 1"),
+        (["--choice", "threads", "1", "--search-seed", "-1"], "--search-seed -1: give a finite number from 0"),
+        (["--choice", "threads", "1", "1"], "--choice threads: give each value once"),
+        (["--choice", "threads", "1", "--seeds", "1", "1"], "--seeds 1: give it once"),
+        (["--choice", "threads", "1", "--seeds", "-1"], "--seed -1: give a number from 0"),
+        (["--choice", "seed", "1", "2"], "--choice seed: leave it out; --seeds sets it"),
+        (["--range", "seed", "1", "9"], "--range seed 1 9: leave it out; --seeds sets it"),
+        (["--choice", "env_id", "Walk-v0"], "--choice env_id: leave it out; --env-id sets it"),
+        (["--choice", "total-timesteps", "9"], "--choice total-timesteps: leave it out; all trials .*"),
+        (["--choice", "threads", "1", "--", "--env-id=A"], "--env-id=A: leave it out; --env-id sets it"),
+        (
+            ["--range", "learning-rate", "1", "2", "--choice", "learning_rate", "1"],
+            "--choice learning_rate: learning-rate is given twice; leave one of them out",
+        ),
+        (["--range", "learning-rate", "1", "inf"], "--range learning-rate 1 inf: give finite numbers"),
+        (["--range", "learning-rate", "nan", "1"], "--range learning-rate nan 1: give finite numbers"),
+        (["--range", "learning-rate", "-1", "1"], "--learning-rate -1.0: give a number from 0"),
+        (["--choice", "learning-rate", "1", "nan"], "--learning-rate nan: give a number from 0"),
+        (["--range", "threads", "1", "2", "--", "--learning-rate=nan"], "--learning-rate nan: give a number from 0"),
     ],
 )
 def test_bad_search_spaces_are_refused_in_one_line(script, words, said, capsys):
@@ -528,19 +657,26 @@ def test_bad_search_spaces_are_refused_in_one_line(script, words, said, capsys):
     assert not (script.parent / "runs").exists()
 
 
+NO_ENTRIES = ("low = 0.1", 'low = "a"\nhigh = 1', "low = 0\nhigh = true", "choices = 3", "low = 1\nhigh = 2\nlog = 1")
+
+
 def test_a_search_space_can_be_a_file(script, tmp_path, capsys):
     path = tmp_path / "space.toml"
     path.write_text(
         "[learning-rate]\nlow = 0.1\nhigh = 1\nlog = true\n[threads]\nlow = 1\nhigh = 4\n[crash]\nchoices = [true]"
     )
-    space = tuning.space_in(orders.Script(script), path)
+    args = tuning.Args(space=path)
+    space = tuning.search_space(orders.Script(script), args)
     assert repr(space["learning-rate"]) == "FloatDistribution(high=1.0, log=True, low=0.1, step=None)"
     assert repr(space["threads"]) == "IntDistribution(high=4, log=False, low=1, step=1)"
-    path.write_text("[learning-rate]\nlow = 0.1")
-    with pytest.raises(SystemExit):
-        tuning.space_in(orders.Script(script), path)
-    remedy = "give low and high, and optionally log = true, or choices"
-    assert capsys.readouterr().err == f"error: --space {path}: learning-rate: {remedy}\n"
+    remedy = "give low and high, both numbers, and optionally log = true, or a list of choices"
+    refused = {entry: f"learning-rate: {remedy}" for entry in NO_ENTRIES}
+    refused["low = nan\nhigh = 1"] = "learning-rate: give finite numbers"
+    for entry, said in refused.items():
+        path.write_text(f"[learning-rate]\n{entry}")
+        with pytest.raises(SystemExit):
+            tuning.search_space(orders.Script(script), args)
+        assert capsys.readouterr().err == f"error: --space {path}: {said}\n"
 
 
 @pytest.mark.thorough
@@ -565,7 +701,7 @@ def test_a_trial_at_a_rung_is_what_an_uninterrupted_run_was_there(name, tmp_path
     order = orders.order(script, None, {}, 1, flags, tmp_path / "tuned", 1, until=300)
     order.place()
     assert worker.train(order.message("", {}, os.devnull)) == {"status": "done"}
-    at_rung = torch.load(worker.newest_checkpoint(order.folder), weights_only=True)
+    at_rung = torch.load(worker.furthest_checkpoint(order.folder), weights_only=True)
     uninterrupted = torch.load(tmp_path / "300.pt", weights_only=True)
     assert at_rung["global_step"] == uninterrupted["global_step"] == 300
     assert at_rung["returns"] == uninterrupted["returns"]
@@ -576,7 +712,7 @@ def test_a_trial_at_a_rung_is_what_an_uninterrupted_run_was_there(name, tmp_path
     by_hand = [sys.executable, str(script.path), f"--resume={tmp_path / '300.pt'}", f"--run-dir={tmp_path / 'hand'}"]
     subprocess.run(by_hand, check=True, capture_output=True)
     (path,) = (tmp_path / "hand").glob("*/checkpoint.pt")
-    tuned = torch.load(worker.newest_checkpoint(order.folder), weights_only=True)
+    tuned = torch.load(worker.furthest_checkpoint(order.folder), weights_only=True)
     assert tuned["global_step"] == 900
     assert_equal(tuned["learner"], torch.load(path, weights_only=True)["learner"])
 
