@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from common import ROOT, processes
-from common.arguments import parse, stop
+from common.arguments import from_low, parse, stop
+from common.folders import locked
 
 SPEED = "-m benchmark.speed --quick"
 FASTEST = f"{SPEED} --modes plain compile+cudagraphs"
@@ -66,15 +67,11 @@ def finish(words, log, seconds):
     except subprocess.TimeoutExpired:
         return "not finished, left for the next time"
     finally:
-        processes.end(process)
+        processes.interrupt(process, processes.SECONDS_TO_STOP)
 
 
-def main(args):
-    if args.dry_run:
-        print("\n".join(shlex.join(["python", *words]) for words in commands(args).values()))
-        return
-    if not torch.cuda.is_available():
-        stop("--gpu-first-hour needs a CUDA device, and there is none; --dry-run prints what it does")
+def run_all(args):
+    """Run the steps that are not done; how each ended, in words, or None where it has succeeded."""
     end = time.monotonic() + 60 * args.minutes
     ended = {}
     for name, words in commands(args).items():
@@ -87,11 +84,24 @@ def main(args):
         print(f"{name}: {ended[name] or 'done'}", flush=True)
         if ended[name] is None:
             done.touch()
+    return ended
+
+
+def main(args):
+    if args.dry_run:
+        print("\n".join(shlex.join(["python", *words]) for words in commands(args).values()))
+        return
+    if not torch.cuda.is_available():
+        stop("--gpu-first-hour needs a CUDA device, and there is none; --dry-run prints what it does")
+    from_low(0, args, "minutes")
+    with locked("run-dir", args.run_dir):
+        ended = run_all(args)
     report = subprocess.run([sys.executable, "-m", "benchmark.report"], cwd=ROOT)
     raise SystemExit(1 if report.returncode or any(ended.values()) else 0)
 
 
 if __name__ == "__main__":
+    processes.end_as_at_ctrl_c()
     try:
         main(parse(Args, __doc__))
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ import json
 import os
 
 from common import ROOT
+from common.arguments import one_line, stop
 from common.machine import machine, slug
 
 RESULTS = ROOT / "results"
@@ -12,10 +13,23 @@ RESULTS = ROOT / "results"
 def store(path, result):
     """Write a dictionary of JSON, whole or not at all; a line for each entry."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in result.items()]
-    temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    replace(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def replace(path, text):
+    """Write a file, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
     os.replace(temporary, path)
+
+
+def read(path):
+    """What `store` has written. The program ends where a file is damaged."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        stop(f"{path}: it cannot be read ({one_line(error)}); restore it, or delete it and measure again")
 
 
 def path_here(results, kind, name):
@@ -27,4 +41,4 @@ def stored(results, kind, names):
     """The results of each machine that has some: a list of those of `names` in results/<machine>/<kind>/<name>.json."""
     for folder in sorted(results.glob(f"*/{kind}")):
         paths = [folder / f"{name}.json" for name in names]
-        yield [json.loads(path.read_text()) for path in paths if path.exists()]
+        yield [read(path) for path in paths if path.exists()]

@@ -50,6 +50,8 @@ MODES = {
     "cudagraphs": {"cudagraphs": True},
     "compile+cudagraphs": {"compile": True, "cudagraphs": True},
 }
+PYTHON_FIRST = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+WITH_PYTHON = os.environ | {"PATH": PYTHON_FIRST}  # for shell scripts, where the virtual environment is not activated
 
 
 def wait_for(condition, seconds=120):
@@ -74,7 +76,7 @@ class Terminal:
         """Wait until `condition()` is true, and meanwhile read what is shown: a full terminal stops the process."""
 
         def read_and_ask():
-            with suppress(OSError):
+            with suppress(OSError):  # nothing is new, or it is closed
                 os.read(self.end, 2**16)
             return condition()
 

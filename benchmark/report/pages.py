@@ -11,7 +11,6 @@ the algorithms, and what studies/ have measured mostly in doc/speed.md.
 
 import base64
 import html
-import json
 import statistics
 import sys
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from math import inf
 from benchmark import editions, published
 from benchmark.algorithms import ALGORITHMS, named
 from benchmark.report import curves, figures
+from benchmark.results import read
 from benchmark.speed.rounds import MKL, MODES, PEERS
 from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, population, scaling, tips
 from common import ROOT
@@ -77,7 +77,7 @@ def load(folder):
     for path in sorted(folder.glob("*/*/*/*/*/*.json")):
         slug, kind, *_ = path.relative_to(folder).parts
         if kind in results:
-            results[kind].setdefault(slug, []).append(json.loads(path.read_text()) | {"kind": kind})
+            results[kind].setdefault(slug, []).append(read(path) | {"kind": kind})
     for slug, quick in results.pop("quick").items():
         full = results["speed"].setdefault(slug, [])
         measured = {(result["algo"], result["env_id"]) for result in full}
@@ -243,7 +243,7 @@ def texts(results):
     pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured)}
     pages["doc/debugging.md"] = {"overhead": instrument_overhead.table(measured)}
     pages["doc/many_runs.md"] |= {"population": population.table(measured)}
-    counted = json.loads(launches.DATA.read_text())
+    counted = read(launches.DATA)
     pages["doc/many_runs.md"]["agents"] = launches.population_table(counted)
     pages["doc/speed.md"]["launches"] = launches.table(counted)
     return pages
@@ -265,7 +265,7 @@ def memory_table():
 def earlier_editions(folder):
     """Results under `folder` whose scripts have changed since, or that do not say what they measured, a line each."""
     for path in sorted(folder.glob("*/*/**/*.json")):
-        result = json.loads(path.read_text())
+        result = read(path)
         for part in result["modes"].values() if "ablation" in path.parts else [result]:
             names = editions.changed(part)
             if names or (names is None and "failed" not in part):

@@ -33,14 +33,15 @@ from tqdm import tqdm
 
 from benchmark import editions
 from benchmark.algorithms import ALGORITHMS
-from benchmark.results import RESULTS, store
+from benchmark.results import RESULTS, read, store
 from benchmark.speed import rounds
 from benchmark.speed.monitor import Monitor
 from common import ROOT
-from common.arguments import check, refuse, stop
+from common.arguments import check, distinct, from_low, refuse, stop
 from common.curves import learning_curve
+from common.folders import locked, writable
 from common.machine import machine, slug
-from common.processes import end, start
+from common.processes import SECONDS_TO_STOP, end, ignore_signals, start
 from tools import mkl_on_amd
 
 try:
@@ -75,7 +76,7 @@ class Args(rounds.RunArgs):
     out: Path = RESULTS
     """folder for the results; those of other flags, such as another precision, need one of their own"""
     run_dir: Path = Path("runs/matrix")
-    """folder for the runs and their logs"""
+    """folder for the runs and their logs, which one command uses at a time"""
     dry_run: bool = False
     """print the commands and run nothing"""
 
@@ -127,7 +128,7 @@ class Job:
             path = self.result_path(out, mode)
             if not path.exists():
                 return False
-            result = json.loads(path.read_text())
+            result = read(path)
             if result["command"] != shown(self.command(mode)) or (self.args.monitor and "monitor" not in result):
                 return False
         return True
@@ -294,8 +295,9 @@ def learn(todo, out, here, parallel):
         try:
             while left or running:
                 while left and len(running) < parallel:
-                    running.append(left.pop(0))
-                    running[-1].start()
+                    job = left.pop(0)
+                    job.start()
+                    running.append(job)
                 time.sleep(0.1)
                 for job in running[:]:
                     statuses = job.statuses()
@@ -305,11 +307,13 @@ def learn(todo, out, here, parallel):
                         keep(job, job.results(statuses, here), out)
                         bar.update(job.seconds)
         finally:
+            if running:
+                ignore_signals()
             for job in running:
                 job.stop()
             for job in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    job.process.wait(timeout=60)
+                    job.process.wait(SECONDS_TO_STOP)
                 job.end()
 
 
@@ -360,6 +364,14 @@ def is_published(out):
 def complete(args):
     """Check the arguments and give those that were left out their values."""
     check("algos", args.algos, ALGORITHMS)
+    distinct(args, "algos", "env_ids", "modes", "seeds")
+    from_low(1, args, "total_timesteps", "num_envs")
+    from_low(0, args, "seeds")
+    folders = {}
+    for env_id in args.env_ids or ():
+        other = folders.setdefault(plain_name(env_id), env_id)
+        if other != env_id:
+            refuse("env-ids", env_id, f"its results would have the names of {other}'s; measure one of them elsewhere")
     known = dict.fromkeys(rounds.MODES if args.learn else rounds.MODES | rounds.PEERS)
     with_mkl = dict.fromkeys(mode for mode in rounds.MKL_MODES if mode.removesuffix(rounds.MKL) in known)
     check("modes", args.modes or (), known | with_mkl)
@@ -399,11 +411,13 @@ def main(args):
         return
     here = machine()
     out = args.out / slug(here)
+    writable("out", args.out)
     try:
-        if args.learn:
-            learn(todo, out, here, args.parallel)
-        else:
-            measure(todo, out, here)
+        with locked("run-dir", args.run_dir):
+            if args.learn:
+                learn(todo, out, here, args.parallel)
+            else:
+                measure(todo, out, here)
     except KeyboardInterrupt:
         print("\ninterrupted; run the same command again to continue", file=sys.stderr)
         raise SystemExit(130) from None
@@ -413,7 +427,8 @@ def main(args):
     if is_published(args.out):
         pages.write(measured)
     paths = [job.result_path(out, mode) for job in todo for mode in job.modes]
-    failed = [path for path in paths if path.exists() and "failed" in json.loads(path.read_text())]
-    for path in failed:
-        print(f"error: a run failed; see {json.loads(path.read_text())['failed']}", file=sys.stderr)
+    logs = [read(path).get("failed") for path in paths if path.exists()]
+    failed = [log for log in logs if log]
+    for log in failed:
+        print(f"error: a run failed; see {log}", file=sys.stderr)
     raise SystemExit(1 if failed else 0)

@@ -12,7 +12,6 @@ it pays.
 
 import contextlib
 import io
-import json
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -22,11 +21,12 @@ import torch
 
 from benchmark import editions
 from benchmark.algorithms import ALGORITHMS
-from benchmark.results import RESULTS, path_here, store
+from benchmark.results import RESULTS, path_here, read, store
 from benchmark.speed.rounds import INTERLEAVED, TURBO_FLAGS, RunArgs, possible, run_programs
 from benchmark.studies.tricks import TRICKS, without
 from common import ROOT
-from common.arguments import check, parse
+from common.arguments import check, distinct, from_low, parse
+from common.folders import locked, writable
 from common.machine import machine
 from common.scripts import before_each_log, load, train
 from common.tables import Table, spread
@@ -129,7 +129,7 @@ def measure(args, algo, mode):
 def record(args, algo, mode, speeds):
     """Put one mode's speeds into the results of this machine."""
     path = path_here(args.results, "ablation", algo)
-    data = json.loads(path.read_text()) if path.exists() else {"algo": algo, "modes": {}}
+    data = read(path) if path.exists() else {"algo": algo, "modes": {}}
     about = {"env_id": ALGORITHMS[algo].env_id, "total_timesteps": args.total_timesteps or STEPS[algo]}
     about |= {"seeds": args.seeds, "machine": machine()}
     about |= editions.today(editions.script(f"{algo}_torchcompile"))
@@ -159,7 +159,7 @@ def text(algo, results):
     """The tables of one algorithm, one for each machine that has been measured."""
     parts = []
     for path in sorted(results.glob(f"*/ablation/{algo}.json")):
-        data = json.loads(path.read_text())
+        data = read(path)
         about = next(iter(data["modes"].values()))
         parts.append(f"{about['env_id']}, {editions.about([about | {'algo': algo}])}:")
         parts.append(table(algo, data))
@@ -169,11 +169,16 @@ def text(algo, results):
 def main(args):
     check("algos", args.algos, TRICKS)
     check("modes", args.modes, MODES)
-    for algo in args.algos:
-        for mode in possible(args.modes):
-            verify(algo, mode) if args.verify else record(args, algo, mode, measure(args, algo, mode))
-        if not args.verify:
-            print(text(algo, args.results), flush=True)
+    distinct(args, "algos", "modes", "seeds")
+    from_low(0, args, "seeds")
+    from_low(1, args, "total_timesteps")
+    writable("results", args.results)
+    with locked("run-dir", args.run_dir):
+        for algo in args.algos:
+            for mode in possible(args.modes):
+                verify(algo, mode) if args.verify else record(args, algo, mode, measure(args, algo, mode))
+            if not args.verify:
+                print(text(algo, args.results), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from benchmark import editions
 from benchmark.algorithms import ALGORITHMS, named
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import INTERLEAVED, RunArgs, run_programs
-from common.arguments import check, parse
+from common.arguments import check, distinct, from_low, parse
+from common.folders import locked, writable
 from common.machine import machine
 from common.tables import spread
 
@@ -70,10 +71,14 @@ def table(results):
 
 def main(args):
     check("algos", args.algos, ALGORITHMS)
-    for algo in args.algos:
-        data = {"algo": algo, "seeds": args.seeds, "machine": machine()} | measure(args, algo)
-        data |= editions.today(editions.script(f"{algo}_torchcompile"))
-        store(path_here(args.results, "modes", algo), data)
+    distinct(args, "algos", "seeds")
+    from_low(0, args, "seeds")
+    writable("results", args.results)
+    with locked("run-dir", args.run_dir):
+        for algo in args.algos:
+            data = {"algo": algo, "seeds": args.seeds, "machine": machine()} | measure(args, algo)
+            data |= editions.today(editions.script(f"{algo}_torchcompile"))
+            store(path_here(args.results, "modes", algo), data)
     print(table(args.results))
 
 

@@ -17,7 +17,8 @@ from benchmark import editions
 from benchmark.algorithms import FULL_SOON, named
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import TURBO_FLAGS, RunArgs, possible, run_programs
-from common.arguments import check, parse
+from common.arguments import check, distinct, from_low, parse
+from common.folders import locked, writable
 from common.machine import machine
 
 INSTRUMENTED = ("-m", "benchmark.studies.instrumented")
@@ -92,11 +93,15 @@ def table(results):
 
 def main(args):
     check("algos", args.algos, TASKS)
-    for algo in args.algos:
-        modes = {mode: measure(args, algo, mode) for mode in possible(MODES)}
-        data = {"algo": algo, "seeds": args.seeds, "machine": machine(), "modes": modes}
-        data |= editions.today(editions.script(f"{algo}_torchcompile"))
-        store(path_here(args.results, "overhead", algo), data)
+    distinct(args, "algos", "seeds")
+    from_low(0, args, "seeds")
+    writable("results", args.results)
+    with locked("run-dir", args.run_dir):
+        for algo in args.algos:
+            modes = {mode: measure(args, algo, mode) for mode in possible(MODES)}
+            data = {"algo": algo, "seeds": args.seeds, "machine": machine(), "modes": modes}
+            data |= editions.today(editions.script(f"{algo}_torchcompile"))
+            store(path_here(args.results, "overhead", algo), data)
     print(table(args.results))
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmark.algorithms import ALGORITHMS
-from benchmark.results import RESULTS
+from benchmark.results import RESULTS, read, replace
 from common import ROOT
 from common.arguments import parse
 from common.scripts import Enough, before_each_log, load, train
@@ -225,10 +225,10 @@ def population_table(data):
 
 
 def main(args):
-    data = total(json.loads(DATA.read_text()))
+    data = total(read(DATA))
     print(f"{table(data)}\n\n{population_table(data)}")
     if args.write:
-        DATA.write_text(json.dumps(data, indent=1) + "\n")
+        replace(DATA, json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

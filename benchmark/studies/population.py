@@ -26,7 +26,8 @@ from benchmark.algorithms import ALGORITHMS
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import TURBO_FLAGS, possible
 from common import scripts
-from common.arguments import check, parse
+from common.arguments import check, distinct, from_low, parse
+from common.folders import writable
 from common.machine import machine
 from common.processes import end, start
 from common.steady import Clock
@@ -149,6 +150,10 @@ def table(results):
 
 def main(args):
     check("algos", args.algos, POPULATIONS)
+    distinct(args, "algos", "agents")
+    from_low(1, args, "agents", "rounds")
+    from_low(0, args, "seconds")
+    writable("results", args.results)
     for algo in args.algos:
         modes = {mode: {} for mode in possible(TURBO_FLAGS)}
         for mode, speeds in modes.items():

@@ -12,7 +12,6 @@ With more environments PPO's rollouts are as much shorter: an iteration has as m
 
 import contextlib
 import io
-import json
 import statistics
 import sys
 import tempfile
@@ -30,9 +29,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from benchmark import editions
 from benchmark.algorithms import ALGORITHMS
-from benchmark.results import RESULTS, path_here, store, stored
+from benchmark.results import RESULTS, path_here, read, store, stored
 from benchmark.studies.timing import interleaved_times, seconds_per_call
-from common.arguments import check, parse, refuse
+from common.arguments import check, distinct, from_low, parse, refuse
+from common.folders import writable
 from common.machine import machine, slug, where
 from common.processes import call
 from common.scripts import Enough, before_each_log, load, train
@@ -254,7 +254,7 @@ def measure_all(args, algo):
 def draw_all(results):
     """Draw the results of each script on each machine beside their data."""
     for path in results.glob("*/scaling/*.json"):
-        draw(json.loads(path.read_text()), path.with_suffix(".png"))
+        draw(read(path), path.with_suffix(".png"))
 
 
 def draw(data, path):
@@ -340,6 +340,10 @@ def main(args):
     check("algos", args.algos, CASES)
     if args.cudagraphs and not torch.cuda.is_available():
         refuse("cudagraphs", args.cudagraphs, "there is no CUDA device; give --no-cudagraphs")
+    distinct(args, "algos")
+    from_low(1, args, "num_envs", "batches")
+    from_low(0, args, "seconds")
+    writable("results", args.results)
     for algo in args.algos:
         measure_all(args, algo)
     print(table(args.results))

@@ -8,7 +8,6 @@ A tip is a function of this file. It returns two functions, before and after, th
 numbers.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +15,10 @@ import torch
 from torch import nn
 
 from benchmark import editions
-from benchmark.results import RESULTS, path_here, store
+from benchmark.results import RESULTS, path_here, read, store
 from benchmark.studies.timing import DEVICE, interleaved_times
-from common.arguments import check, parse
+from common.arguments import check, distinct, from_low, parse
+from common.folders import writable
 from common.machine import machine
 from common.tables import Table, spread
 
@@ -177,7 +177,7 @@ def ratios(taken):
 
 def worth(path):
     """The ratio in one result, as text."""
-    return spread(ratios(json.loads(path.read_text())["seconds"]), "{:.2f}") if path.exists() else "not measured"
+    return spread(ratios(read(path)["seconds"]), "{:.2f}") if path.exists() else "not measured"
 
 
 def table(results):
@@ -192,6 +192,10 @@ def table(results):
 
 def main(args):
     check("tips", args.tips, TIPS)
+    distinct(args, "tips")
+    from_low(1, args, "rounds")
+    from_low(0, args, "seconds")
+    writable("results", args.results)
     torch.set_num_threads(1)
     for name in args.tips:
         if name in NEED_CUDA and DEVICE.type != "cuda":

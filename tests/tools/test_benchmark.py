@@ -14,12 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import tyro
-from conftest import wait_for
+from conftest import WITH_PYTHON, Terminal, wait_for
 
 from benchmark.algorithms import ALGORITHMS
 from benchmark.speed import matrix, monitor, rounds
 from benchmark.studies import compile_modes, instrument_overhead, scaling
 from common import ROOT
+from common.folders import locked
 from common.scripts import load
 
 
@@ -143,11 +144,25 @@ def refused(capsys, main, args):
     return line
 
 
+BAD_ARGUMENTS = [
+    ({"total_timesteps": 0}, "--total-timesteps 0: give a finite number from 1"),
+    ({"num_envs": 0}, "--num-envs 0: give a finite number from 1"),
+    ({"seeds": ()}, "--seeds : give at least one"),
+    ({"seeds": (-1,)}, "--seeds -1: give a finite number from 0"),
+    ({"seeds": (1, 2, 1)}, "--seeds 1: give it once"),
+    ({"algos": ("dqn", "dqn")}, "--algos dqn: give it once"),
+    ({"modes": ("plain", "plain")}, "--modes plain: give it once"),
+    ({"env_ids": ("ALE/Pong", "ALE-Pong")}, "--env-ids ALE-Pong: its results would have the names of ALE/Pong's"),
+]
+
+
 def test_bad_input(capsys):
     line = refused(capsys, matrix.main, matrix.Args(modes=("fast",)))
     assert line.startswith("error: --modes fast: choose from plain, eager")
     line = refused(capsys, scaling.main, scaling.Args(cudagraphs=True))
     assert line.startswith("error: --cudagraphs True: there is no CUDA device")
+    for changed, said in BAD_ARGUMENTS:
+        assert refused(capsys, matrix.main, matrix.Args(dry_run=True, **changed)).startswith(f"error: {said}")
     line = refused(capsys, matrix.main, matrix.Args(algos=("a2c",)))
     assert line.startswith("error: --algos a2c: choose from sac_continuous_action")
     line = refused(capsys, matrix.main, matrix.Args(algos=("ppo_continuous_action",), modes=("sb3",), learn=True))
@@ -279,6 +294,109 @@ def test_matrix_finishes_what_a_crash_leaves_and_does_nothing_twice(tmp_path, st
     assert len(notes()) == 8
 
 
+def test_what_cannot_be_stored_is_not_measured(tmp_path, stand_ins, capsys):
+    write, notes = stand_ins
+    write()
+    (tmp_path / "file").write_text("")
+    for name in ("out", "run_dir"):
+        assert matrix_of(tmp_path, **{name: tmp_path / "file" / "results"}) == 2
+        line = f"error: --{name.replace('_', '-')} {tmp_path / 'file' / 'results'}: give a folder that can be written ("
+        assert capsys.readouterr().err.startswith(line)
+    assert notes() == []
+
+
+def test_two_matrices_do_not_share_their_runs(tmp_path, stand_ins, capsys):
+    """The second one leaves the first one's folders alone."""
+    write, notes = stand_ins
+    write()
+    (tmp_path / "runs" / "speed" / "dqn" / "CartPole-v1" / "plain" / "1").mkdir(parents=True)
+    with locked("run-dir", tmp_path / "runs") as folder:
+        assert matrix_of(tmp_path) == 2
+    assert f"another command is using {folder}" in capsys.readouterr().err
+    assert list((tmp_path / "runs").rglob("1")) and notes() == []
+
+
+def test_a_result_that_a_crash_has_cut_is_named(tmp_path, stand_ins, capsys):
+    write, _ = stand_ins
+    write()
+    assert matrix_of(tmp_path, seeds=(1,)) == 0
+    (path,) = tmp_path.glob("results/*/speed/dqn/CartPole-v1/eager/1.json")
+    path.write_text(path.read_text()[:100])
+    capsys.readouterr()
+    assert matrix_of(tmp_path, seeds=(1,)) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {path}: it cannot be read (JSONDecodeError: ")
+
+
+def test_each_mode_has_an_empty_compiler_cache_in_each_round(tmp_path):
+    body = f"""
+folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+with open({str(tmp_path / "caches.txt")!r}, "a") as file:
+    print(folder, os.path.exists(folder), file=file)
+os.makedirs(folder)
+"""
+    programs = {name: [str(program(tmp_path / f"{name}.py", body))] for name in ("a", "b")}
+    for seed in (1, 2):
+        assert set(rounds.run_round(rounds.RoundArgs(run_dir=tmp_path / "runs"), programs, seed).values()) == {0}
+    caches = [line.split() for line in (tmp_path / "caches.txt").read_text().splitlines()]
+    assert len({folder for folder, _ in caches}) == 4 and {there for _, there in caches} == {"False"}
+
+
+WARMING = """
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+
+@dataclass
+class Args:
+    total_timesteps: int = 600
+    learning_rate: float = 1.0
+    run_dir: str = "runs"
+
+
+class Run:
+    def __init__(self, args):
+        self.args, self.step, self.learner = args, 0, SimpleNamespace(updates=0)
+        self.folder = Path(args.run_dir) / "run"
+        self.folder.mkdir(parents=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        (self.folder / "summary.json").write_text('{"wall_seconds": 1000}')
+
+    def advance(self, rewards, ended):
+        self.step += 1
+
+    def log(self, losses):
+        pass
+
+
+def train(args):
+    with Run(args) as run:
+        while run.step < args.total_timesteps:
+            run.advance(0, False)
+            run.learner.updates += run.step > 100
+            time.sleep(0 if run.learner.updates > 3 else 0.001)
+            if run.step % 10 == 0:
+                run.log({})
+"""
+
+
+def test_slices_begin_when_the_run_is_warm(tmp_path):
+    """It learns from step 100 on and is warm at 104: the first slice begins at the next log, 110."""
+    (tmp_path / "warming.py").write_text(WARMING)
+    words = ["-m", "benchmark.speed.interleaved", tmp_path / "warming.py", f"--run-dir={tmp_path}"]
+    done = subprocess.run([sys.executable, *words], input=100 * "\n", cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.splitlines() == ["over"] * (1 + (600 - 110) // 10), done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert len(summary["slice_speeds"]) == 49 and min(summary["slice_speeds"]) > 0
+    assert 0.1 < summary["warmup_seconds"] < 999 < summary["wall_seconds"] < 1000
+
+
 def test_matrix_goes_on_after_it_was_killed(tmp_path, stand_ins, monkeypatch):
     """Killed in the second round, in which plain hangs: no process is left, and only that round is run again."""
     write, notes = stand_ins
@@ -365,7 +483,8 @@ def test_results_of_other_settings_need_a_folder_of_their_own(changed, capsys):
 
 
 def test_run_sh_hands_its_flags_on():
-    done = subprocess.run([ROOT / "run.sh", "--dry-run", "--algos", "a2c"], capture_output=True, text=True)
+    words = [ROOT / "run.sh", "--dry-run", "--algos", "a2c"]
+    done = subprocess.run(words, env=WITH_PYTHON, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: --algos a2c: choose from sac_continuous_action")
 
 
@@ -463,6 +582,25 @@ def test_an_interrupted_learning_run_resumes(tmp_path, monkeypatch):
     path.unlink()
     assert matrix_of(tmp_path, **settings) == 0  # a finished run is run again, not resumed
     assert len(list(runs.glob("*/summary.json"))) == 1
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_signal_ends_a_learning_run_with_its_checkpoint(lost, tmp_path):
+    """SIGTERM, or a terminal that is gone."""
+    words = [ROOT / "run.sh", "--learn", "--algos", "dqn", "--env-ids", "CartPole-v1", "--modes", "plain"]
+    words += ["--seeds", "1", "--out", tmp_path / "results", "--run-dir", tmp_path / "runs"]
+    terminal = Terminal([*words, "--flags=--learning-starts 100 --no-cuda --threads 1"], env=WITH_PYTHON)
+    log = tmp_path / "runs" / "learning" / "dqn" / "CartPole-v1" / "plain" / "1" / "log.txt"
+    terminal.wait_for(lambda: log.exists() and re.search(r" [1-9]\d\d+/500000 \[", log.read_text()))
+    if lost:
+        terminal.close()
+    else:
+        terminal.process.terminate()
+    assert terminal.process.wait(150) == 130
+    (summary,) = tmp_path.rglob("summary.json")
+    step = json.loads(summary.read_text())["global_step"]
+    assert torch.load(summary.with_name("checkpoint.pt"), weights_only=True)["global_step"] == step >= 100
+    assert not list(tmp_path.glob("results/**/*.json"))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import tyro
-from conftest import wait_for
+from conftest import WITH_PYTHON, wait_for
 
 from benchmark import first_hour
 from benchmark.algorithms import ALGORITHMS
@@ -55,8 +55,8 @@ def test_when_the_time_is_over_a_step_ends_and_the_rest_is_left(interrupted, hou
     first_hour.STEPS["first"] = shlex.join(["-c", code])
 
     def wait(process, timeout=None, wait=subprocess.Popen.wait):
-        if timeout is None:
-            return wait(process)
+        if timeout in (None, first_hour.processes.SECONDS_TO_STOP):
+            return wait(process, timeout)
         wait_for(lambda: pid.exists() and pid.read_text())
         if interrupted:
             raise KeyboardInterrupt
@@ -77,9 +77,19 @@ def test_when_the_time_is_over_a_step_ends_and_the_rest_is_left(interrupted, hou
         first_hour.processes.os.kill(int(pid.read_text()), 0)
 
 
+def test_a_step_that_ends_at_sigterm_is_waited_for(tmp_path):
+    """A learning run has its checkpoint then."""
+    begun, over = tmp_path / "begun", tmp_path / "over"
+    code = "import pathlib, signal, sys, time\n"
+    code += f"def end(*_): time.sleep(0.5); pathlib.Path({str(over)!r}).touch(); sys.exit(130)\n"
+    code += f"signal.signal(signal.SIGTERM, end); pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
+    assert first_hour.finish(["-c", code], tmp_path / "log.txt", 1) == "not finished, left for the next time"
+    assert over.exists() == begun.exists()  # a slow machine may not have come that far
+
+
 def test_without_a_cuda_device_it_is_refused_and_a_dry_run_prints_the_commands():
     command = ["bash", "run.sh", "--gpu-first-hour"]
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
+    options = {"cwd": ROOT, "env": WITH_PYTHON, "capture_output": True, "text": True, "timeout": 120}
     if not torch.cuda.is_available():
         refused = subprocess.run(command, **options)
         assert refused.returncode == 2 and "needs a CUDA device" in refused.stderr

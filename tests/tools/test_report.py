@@ -91,6 +91,17 @@ def test_speed_table(results):
     ]
 
 
+def test_a_result_that_a_crash_has_cut_is_named(results, capsys):
+    add_speeds(results)
+    path = next((pages.ROOT / "results").rglob("sbx/31.json"))
+    path.write_text(path.read_text()[:50])
+    for flags in ({}, {"check": True}, {"stale": True}):
+        with pytest.raises(SystemExit) as ended:
+            pages.main(pages.Args(**flags))
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.startswith(f"error: {path}: it cannot be read (JSONDecodeError: ")
+
+
 def test_each_machine_has_its_table(results):
     results("dqn", "plain", 21, **summary(100.0, 2.0))
     results("dqn", "cudagraphs", 21, where=CARD, **summary(1000.0, 1.0))
