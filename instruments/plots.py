@@ -18,7 +18,7 @@ from common.arguments import refuse, stop
 try:
     from matplotlib.figure import Figure
 
-    from common.curves import COLORS, LINES, RETURN, moving_mean, plot, read_events, series
+    from common.curves import COLORS, LINES, RETURN, moving_mean, plot, read_events, require_picture, series
 except ImportError:
     stop("instruments.plots: pip install matplotlib")
 
@@ -69,7 +69,10 @@ def draw(args):
         axes.grid(alpha=0.3)
     labels = args.labels or [folder.name for folder in args.runs]
     for i, (folder, label) in enumerate(zip(args.runs, labels, strict=True)):
-        draw_run(all_axes, read_events(folder), tags, with_seed(folder, label), COLORS[i % len(COLORS)])
+        events = read_events(folder)
+        if not events.Tags()["scalars"]:
+            stop(f"runs {folder}: its TensorBoard events are empty or damaged; leave it out")
+        draw_run(all_axes, events, tags, with_seed(folder, label), COLORS[i % len(COLORS)])
     entries = {}
     for axes in all_axes:
         for line, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -79,6 +82,10 @@ def draw(args):
     for axes, tag in zip(all_axes[1:], tags, strict=True):
         if not axes.lines:
             print(f"warning: --tags {tag}: no run has it", file=sys.stderr)
+    if not any(axes.lines for axes in all_axes):
+        stop(
+            f"runs {' '.join(map(str, args.runs))}: no episode has ended; name what to draw by --tags, or train longer"
+        )
     figure.savefig(args.output, dpi=120)
 
 
@@ -86,8 +93,7 @@ def main(args):
     for folder in args.runs:
         if not list(folder.glob("events.out.*")):
             stop(f"runs {folder}: no TensorBoard events in there; give folders of runs")
-    if args.output.suffix not in (".png", ".svg") or not args.output.parent.is_dir():
-        refuse("output", args.output, "give a PNG or SVG file in a folder that exists")
+    require_picture(args.output)
     if args.labels and len(args.labels) != len(args.runs):
         refuse("labels", " ".join(args.labels), f"give one for each of {len(args.runs)} runs")
     draw(args)

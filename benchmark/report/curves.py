@@ -9,7 +9,7 @@ python -m benchmark.report.curves collect runs/pong entropy.csv --tag losses/ent
 """
 
 import csv
-import json
+import io
 from collections import defaultdict
 from itertools import islice
 from pathlib import Path
@@ -20,9 +20,11 @@ import tyro
 from matplotlib.figure import Figure
 
 from benchmark import editions
-from benchmark.results import store
-from common.arguments import one_line, refuse
-from common.curves import COLORS, RETURN, last_tenth, moving_mean, plot, read_events, seeds
+from benchmark.results import read as read_json
+from benchmark.results import replace, store
+from common.arguments import note, one_line, refuse, stop
+from common.curves import COLORS, RETURN, last_tenth, moving_mean, plot, read_events, require_picture, scalars, seeds
+from common.folders import writable
 from common.tables import Table
 from instruments.playing import make_env, play
 
@@ -44,12 +46,18 @@ def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Pa
     A row is the mean over the values that are logged within `steps` steps: short episodes would make a long file.
     A JSON file beside it has the date and the editions of the scripts.
     """
+    if steps < 1:
+        refuse("steps", steps, "give at least 1")
+    writable("output", output.parent)
     name = tag.split("/")[-1]
     logged = defaultdict(list)
     scripts = set()
     for path in sorted(run_dir.rglob("summary.json")):
-        config = json.loads(path.with_name("config.json").read_text())
-        events = read_events(path.parent).Scalars(tag)
+        config = read_json(path.with_name("config.json"))
+        events = scalars(read_events(path.parent), tag)
+        if not events:
+            note(f"{path.parent}: it has no {tag}, or its events are damaged; left out")
+            continue
         last = mean_and_error([event.value for event in events[-LAST:]])
         print(f"{path.parent.name}: {name} {last} in the last {LAST} logs, up to step {events[-1].step}")
         scripts |= {copy for copy in path.parent.glob("*.py") if editions.script(copy.stem)}
@@ -57,8 +65,11 @@ def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Pa
             step = -(-event.step // steps) * steps
             logged[config["exp_name"], config["env_id"], config["seed"], step].append(event.value)
     rows = [[*key, f"{sum(values) / len(values):.4g}"] for key, values in sorted(logged.items())]
-    with open(output, "w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([(*KEY, name), *rows])
+    if not rows:
+        stop(f"{run_dir}: no run that is finished has {tag}; give a folder of such runs ({output} is as it was)")
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([(*KEY, name), *rows])
+    replace(output, text.getvalue())
     store(output.with_suffix(".json"), editions.today(*sorted(scripts)))
 
 
@@ -80,6 +91,7 @@ def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 
     for name, value in (("games", games), ("num-envs", num_envs)):
         if value < 1:
             refuse(name, value, "give at least 1")
+    writable("output", output.parent)
     try:
         returns = {seed + i: random_returns(env_id, seed + i, games) for i in range(num_envs)}
     except gym.error.Error as error:
@@ -98,24 +110,30 @@ def read(data):
     """The runs of a CSV file, as {(exp_name, seed): (steps, values)}, the random policy's returns, env_id and name."""
     runs = defaultdict(lambda: ([], []))
     random = []
-    with open(data) as file:
-        for row in csv.DictReader(file):
-            env_id = row["env_id"]
-            *_, name = row
-            value = float(row[name])
-            if row["exp_name"] == RANDOM:
-                random.append(value)
-                continue
-            steps, values = runs[row["exp_name"], row["seed"]]
-            steps.append(int(row["step"]))
-            values.append(value)
+    env_id = None
+    try:
+        with open(data) as file:
+            for row in csv.DictReader(file):
+                env_id = row["env_id"]
+                *_, name = row
+                value = float(row[name])
+                if row["exp_name"] == RANDOM:
+                    random.append(value)
+                    continue
+                steps, values = runs[row["exp_name"], row["seed"]]
+                steps.append(int(row["step"]))
+                values.append(value)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        stop(f"{data}: it cannot be read ({one_line(error)}); give a CSV file that `collect` has written")
+    if env_id is None:
+        stop(f"{data}: it has no rows; give a CSV file that `collect` has written")
     return runs, random, env_id, name.replace("_", " ")
 
 
 def measured(data):
     """The date and the editions of the scripts of a CSV file, as far as they are known."""
     about = data.with_suffix(".json")
-    return json.loads(about.read_text()) if about.exists() else {}
+    return read_json(about) if about.exists() else {}
 
 
 def table(data):
@@ -146,7 +164,12 @@ def draw(
 
     The mean of a random policy's returns is a dashed line, and so is `level`, such as a target.
     """
+    if window < 1:
+        refuse("window", window, "give at least 1")
+    require_picture(output)
     runs, random, env_id, name = read(data)
+    if not runs:
+        stop(f"{data}: it has rows of a random policy alone; collect runs again, which writes the file anew")
     groups = defaultdict(list)
     for (exp_name, _), (steps, values) in sorted(runs.items()):
         groups[exp_name].append((steps, moving_mean(values, window)))

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -26,6 +27,7 @@ from emulated_cuda import emulated_cuda
 from test_docs_debugging import plant
 from test_edits import edited
 from test_training_on_cuda import SIZES
+from torch.utils.tensorboard import SummaryWriter
 
 from common.scripts import optimizers_of
 from instruments import __main__ as command
@@ -316,6 +318,33 @@ def test_the_random_baseline_goes_to_bar_file_and_plot(copy, tmp_path, capsys):
     assert axes[-1]["linestyle"] == "--" and axes[-1]["y"] == np.float32(mean)
 
 
+def test_an_episode_of_the_random_baseline_is_a_whole_one():
+    gym.register("Long-v0", entry_point=Countdown, kwargs={"length": 1500})
+    baseline = RandomBaseline(2)
+    baseline.prepare(None, SimpleNamespace(env_id="Long-v0", seed=1))
+    assert baseline.mean == 1500 and baseline.deviation == 0
+
+
+def test_plots_of_nothing_are_refused(tmp_path, capsys):
+    """Events that are empty, damaged from the first byte on, or of a run that is too short."""
+    for name in ("empty", "damaged", "short"):
+        with SummaryWriter(tmp_path / name) as writer:
+            writer.add_scalar("losses/qf_loss", 1.0, 10)
+        (path,) = (tmp_path / name).iterdir()
+        if name != "short":
+            path.write_bytes(b"" if name == "empty" else b"\x01" + path.read_bytes()[1:])
+    output = tmp_path / "plot.png"
+    said = {name: "its TensorBoard events are empty or damaged; leave it out" for name in ("empty", "damaged")}
+    said["short"] = "no episode has ended; name what to draw by --tags, or train longer"
+    for name, remedy in said.items():
+        with pytest.raises(SystemExit) as stop:
+            plots.main(plots.Args(runs=(tmp_path / name,), output=output))
+        assert stop.value.code == 2 and not output.exists()
+        assert capsys.readouterr().err == f"error: runs {tmp_path / name}: {remedy}\n"
+    plots.main(plots.Args(runs=(tmp_path / "short",), tags=("losses/*",), output=output))
+    assert output.exists()
+
+
 def test_plots(copy, tmp_path, capsys):
     import matplotlib.font_manager  # noqa: F401  (the first time it may say that it builds a cache)
 
@@ -462,7 +491,7 @@ def test_order_of_frames():
         ([], "--: give a script behind two dashes"),
         (["--", "leanrl/nothing.py"], "-- leanrl/nothing.py: this is no Python file"),
         (["--", "README.md"], "-- README.md: this is no Python file"),
-        (["--", "tests/algorithms/catch.py"], "-- tests/algorithms/catch.py: it has no `train` and `parse_args`"),
+        (["--", "tests/algorithms/catch.py"], "-- tests/algorithms/catch.py: it has no `train`"),
         (["--dump-frames", "-1", "--", SCRIPT], "--dump-frames -1: give a number from 0"),
         (["--dump-frames", "9", "--", SCRIPT], "--dump-frames 9: HalfCheetah-v5 is not an Atari game"),
         (

@@ -1,11 +1,15 @@
 """The pictures in the documentation: learning curves, and the random policy beside them."""
 
+import inspect
 import itertools
+import json
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from torch.utils.tensorboard import SummaryWriter
 
 from benchmark.report import curves
 from common import ROOT
@@ -114,6 +118,87 @@ def test_a_random_policy_is_a_dashed_line(tmp_path, monkeypatch):
     assert set(lines) == {"ppo, 1 seed", "random policy, 3 games: 2.5"}
     line = lines["random policy, 3 games: 2.5"]
     assert line.get_linestyle() == "--" and list(line.get_ydata()) == [2.5, 2.5]
+
+
+def write_run(folder, *values, tag=curves.RETURN):
+    """A finished run that has logged `values`."""
+    with SummaryWriter(folder) as writer:
+        for i, value in enumerate(values):
+            writer.add_scalar(tag, value, 10 * (i + 1))
+    config = {"exp_name": "ppo", "env_id": "Pong-v5", "seed": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "summary.json").write_text("{}")
+
+
+def test_a_folder_without_runs_leaves_the_file_as_it_was(tmp_path, capsys):
+    write_run(tmp_path / "runs" / "silent", 1.0, tag="losses/entropy")
+    output = tmp_path / "mine.csv"
+    for runs, tag in (("typo", curves.RETURN), ("runs", curves.RETURN), ("runs", "losses/typo")):
+        output.write_text("mine")
+        with pytest.raises(SystemExit, match="2"):
+            curves.collect(tmp_path / runs, output, tag=tag)
+        *_, line = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {tmp_path / runs}: no run that is finished has {tag}; give a folder of such")
+        assert output.read_text() == "mine" and not output.with_suffix(".json").exists()
+
+
+def test_runs_are_collected(tmp_path, capsys):
+    """Those that have not logged it, or whose events are damaged, are named and left out."""
+    write_run(tmp_path / "good", 1.0, 2.5)
+    write_run(tmp_path / "silent", 7.0, tag="losses/entropy")
+    write_run(tmp_path / "damaged", 9.0)
+    (path,) = (tmp_path / "damaged").glob("events.*")
+    path.write_bytes(b"\x01" + path.read_bytes()[1:])
+    curves.collect(tmp_path, tmp_path / "curves.csv", steps=10)
+    rows = (tmp_path / "curves.csv").read_text().splitlines()
+    assert rows == [",".join(curves.COLUMNS), "ppo,Pong-v5,1,10,1", "ppo,Pong-v5,1,20,2.5"]
+    left_out = [tmp_path / "damaged", tmp_path / "silent"]
+    reason = "it has no charts/episodic_return, or its events are damaged; left out"
+    assert capsys.readouterr().err.splitlines() == [f"note: {folder}: {reason}" for folder in left_out]
+
+
+HEADER = ",".join(curves.COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "it cannot be read (FileNotFoundError: "),
+        ("", "it has no rows; give a CSV file that `collect` has written"),
+        (HEADER, "it has no rows; give a CSV file that `collect` has written"),
+        ("a,b\n1,2", "it cannot be read (KeyError: 'env_id'); give a CSV file that `collect` has written"),
+        (f"{HEADER}\nppo,Pong-v5,1,10", "it cannot be read (TypeError: "),
+        (f"{HEADER}\nppo,Pong-v5,1,10,high", "it cannot be read (ValueError: "),
+        (f"{HEADER}\nrandom,Pong-v5,1,0,1.0", "it has rows of a random policy alone; "),
+    ],
+)
+def test_what_is_no_curve_is_not_drawn(text, said, tmp_path, capsys):
+    data = tmp_path / "curves.csv"
+    if text is not None:
+        data.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        curves.draw(data, tmp_path / "curves.png")
+    assert capsys.readouterr().err.startswith(f"error: {data}: {said}") and not (tmp_path / "curves.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "changed", "said"),
+    [
+        (curves.draw, {"window": 0}, "--window 0: give at least 1"),
+        (curves.draw, {"output": Path("none/curves.png")}, "--output none/curves.png: give a PNG or SVG file in a"),
+        (curves.draw, {"output": Path("curves.txt")}, "--output curves.txt: give a PNG or SVG file in a folder"),
+        (curves.collect, {"steps": 0}, "--steps 0: give at least 1"),
+        (curves.collect, {"output": Path("/sys/none/curves.csv")}, "--output /sys/none: give a folder that can be"),
+        (curves.measure_random, {"output": Path("/sys/none/curves.csv")}, "--output /sys/none: give a folder that can"),
+    ],
+)
+def test_bad_arguments_get_one_line(function, changed, said, tmp_path, capsys):
+    given = {"data": tmp_path / "curves.csv", "run_dir": tmp_path, "output": tmp_path / "curves.png", "env_id": "A-v0"}
+    names = inspect.signature(function).parameters
+    with pytest.raises(SystemExit, match="2"):
+        function(**{name: value for name, value in (given | changed).items() if name in names})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {said}")
 
 
 @pytest.mark.parametrize("data", sorted((ROOT / "doc" / "artifacts").glob("*.csv")), ids=lambda path: path.stem)
