@@ -5,6 +5,7 @@
 The random policy is that of --random-baseline. Returns are moving means over 20 episodes.
 """
 
+import contextlib
 import fnmatch
 import json
 import sys
@@ -55,8 +56,9 @@ def draw_run(all_axes, events, tags, label, color):
 
 def with_seed(folder, label):
     """A run's name in the legend: the seed belongs to it."""
-    config = folder / "config.json"
-    return f"{label}, seed {json.loads(config.read_text())['seed']}" if config.exists() else label
+    with contextlib.suppress(OSError, ValueError, KeyError):  # there is no config.json, or it is damaged
+        label = f"{label}, seed {json.loads((folder / 'config.json').read_text())['seed']}"
+    return label
 
 
 def draw(args):

@@ -71,7 +71,7 @@ class Script:
             stop(f"{self.path.name} does not accept {words}; see python {self.path} --help")
 
     def ask(self, flags):
-        """Have the script check its arguments, before anything is trained, as it does when it starts."""
+        """Have the script check its arguments as it does when it starts."""
         args = self.parse(flags)
         if "threads" in self.fields:
             args = dataclasses.replace(args, threads=min(args.threads, 0))  # another machine may have more cores
@@ -179,7 +179,7 @@ def once(argument, lists):
 
 def order(script, env_id, setting, seed, flags, out, threads, label=None, until=None):
     """A run with the flags of `setting`, a dictionary, and `flags`, in out/<script>/<env_id>/<label>/<seed>."""
-    words = [script.flag(name, value) for name, value in setting.items()] + flags
+    words = words_of(script, setting, flags)
     given = {named(word) for word in words if word.startswith("--")}
     args = script.parse(words)
     env_id = env_id or args.env_id
@@ -207,10 +207,24 @@ def settings_of(script, grid):
     return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
 
 
+def ask(script, settings, seeds, flags):
+    """Have the script check what its runs will be given, before any of them starts."""
+    for setting in settings:
+        script.ask(words_of(script, setting, flags))
+    for seed in seeds:
+        script.ask([f"--seed={seed}", *flags])
+
+
+def words_of(script, setting, flags):
+    """The flags of a setting, a dictionary, and those that all have, as words of a command line."""
+    return [script.flag(name, value) for name, value in setting.items()] + flags
+
+
 def orders(script, env_ids, grid, seeds, flags, out, threads):
     """All runs, seed by seed, so that a first row of results is there soon."""
     settings = settings_of(script, grid)
     check_flags(script, flags, settings[0], OURS)
+    ask(script, settings, seeds, flags)
     names = {}  # by folder
     for seed in seeds:
         for env_id in dict.fromkeys(env_ids or (None,)):
@@ -219,5 +233,4 @@ def orders(script, env_ids, grid, seeds, flags, out, threads):
                 other = names.setdefault(own.folder, own.name)
                 if other != own.name:
                     stop(f"{own.name}: its folder would be that of {other}, {own.folder}; run it with another --out")
-                script.ask(own.flags)
                 yield own

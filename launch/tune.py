@@ -51,7 +51,7 @@ from launch.worker import done_step, has_diverged, summaries
 KEEP = 3  # one of so many trials goes on to the next rung
 KEYS = {"low", "high", "log"}  # of a range in a TOML file
 OURS = orders.OURS | {"env-id": "--env-id sets it"}
-NEVER_SEARCHED = OURS | {"total-timesteps": "all trials have the same, after two dashes"}
+NEVER_SEARCHED = OURS | {"total-timesteps": "give it after the two dashes, for all trials"}
 WORST = -math.inf  # the value of a trial that has not ended an episode, or has diverged
 SHOWN = 10  # trials in the table
 
@@ -321,8 +321,7 @@ def main(words):
     from_low(0, args, "search_seed")
     space = search_space(script, args)
     orders.check_flags(script, flags, space, OURS)
-    for seed in args.seeds:
-        script.ask([f"--seed={seed}", *flags])
+    orders.ask(script, (), args.seeds, flags)
     with folder_of(args.out, script) as folder:
         search = Search(args, script, space, flags, folder)
         outcomes = run_all(args.cluster(folder), search)

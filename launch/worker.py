@@ -80,7 +80,8 @@ def end_of(folder, steps):
     """The outcome of a run whose script has ended without an error: an edited one may do so before its steps."""
     reached = max((summary["global_step"] for summary in summaries(folder)), default=0)
     if reached < steps:
-        return {"status": "failed", "line": f"exit code 0 at step {reached} of {steps}, by the summaries in {folder}"}
+        line = f"it ended without an error at step {reached} of {steps}; see {folder / LOG}"
+        return {"status": "failed", "line": line}
     write(folder / DONE, steps)
     return {"status": "done"}
 

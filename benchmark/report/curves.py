@@ -123,7 +123,7 @@ def read(data):
                 steps, values = runs[row["exp_name"], row["seed"]]
                 steps.append(int(row["step"]))
                 values.append(value)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
         stop(f"{data}: it cannot be read ({one_line(error)}); give a CSV file that `collect` has written")
     if env_id is None:
         stop(f"{data}: it has no rows; give a CSV file that `collect` has written")

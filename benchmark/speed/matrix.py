@@ -11,12 +11,11 @@ they take is printed first.
 A result is the JSON file of a run: speed/<algo>/<env_id>/<mode>/<seed>.json, or quick/... or learning/... . Where the
 run crashed it names the log ("failed"). Run the same command again to continue: a round is not run again if all its
 results are there, and of the same commands. To repeat it delete them. Learning runs end with a checkpoint when the
-command is interrupted, and resume from it. At the end tables and figures are made of all that is in results/, as by
-`python -m benchmark.report`.
+command is interrupted (Ctrl-C, SIGTERM, SIGHUP), and resume from it. At the end tables and figures are made of all that
+is in results/, as by `python -m benchmark.report`.
 """
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
@@ -159,15 +158,15 @@ class Job:
         if status or not summary:
             return result | {"failed": str(folder / "log.txt"), "exit_code": status}
         result |= editions.today(*summary.parent.glob("*.py"))  # the run's copy of the script; peers have none
-        result["summary"] = json.loads(summary.read_text())
+        result["summary"] = read(summary)
         config = summary.with_name("config.json")
         if config.exists():  # peers have none
-            result["config"] = json.loads(config.read_text())
+            result["config"] = read(config)
         for name in LEFT_OUT:
             result["summary"].pop(name, None)
             result.get("config", {}).pop(name, None)
         if self.args.monitor:
-            result["monitor"] = json.loads((folder / "monitor.json").read_text())
+            result["monitor"] = read(folder / "monitor.json")
         return result
 
     def summary(self, mode):
@@ -227,7 +226,7 @@ class LearningRun(Job):
         result = super().result(mode, status)
         if "failed" not in result:
             parts = self.parts(mode)
-            seconds = [json.loads(part.read_text())["wall_seconds"] for part in parts]
+            seconds = [read(part)["wall_seconds"] for part in parts]
             result["summary"]["wall_seconds"] = sum(seconds)
             result["curve"] = learning_curve([part.parent for part in parts])
         return result
@@ -245,7 +244,7 @@ def shown(command):
 
 def steps_of(summary):
     """How far the run of a summary.json came."""
-    return json.loads(summary.read_text())["global_step"]
+    return read(summary)["global_step"]
 
 
 def jobs(args):
@@ -361,17 +360,22 @@ def is_published(out):
     return out.resolve() == RESULTS
 
 
+def check_names(env_ids):
+    """Refuse two environments whose results would have the same names."""
+    known = {}
+    for env_id in env_ids:
+        other = known.setdefault(plain_name(env_id), env_id)
+        if other != env_id:
+            refuse("env-ids", env_id, f"its results would have the names of {other}'s; give one of them another --out")
+
+
 def complete(args):
     """Check the arguments and give those that were left out their values."""
     check("algos", args.algos, ALGORITHMS)
     distinct(args, "algos", "env_ids", "modes", "seeds")
     from_low(1, args, "total_timesteps", "num_envs")
     from_low(0, args, "seeds")
-    folders = {}
-    for env_id in args.env_ids or ():
-        other = folders.setdefault(plain_name(env_id), env_id)
-        if other != env_id:
-            refuse("env-ids", env_id, f"its results would have the names of {other}'s; measure one of them elsewhere")
+    check_names(args.env_ids or ())
     known = dict.fromkeys(rounds.MODES if args.learn else rounds.MODES | rounds.PEERS)
     with_mkl = dict.fromkeys(mode for mode in rounds.MKL_MODES if mode.removesuffix(rounds.MKL) in known)
     check("modes", args.modes or (), known | with_mkl)

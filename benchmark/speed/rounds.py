@@ -6,7 +6,6 @@ first run waits for. A mode that crashes leaves the others alone.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmark.algorithms import ALGORITHMS
+from benchmark.results import read
 from benchmark.speed.monitor import Monitor
 from common.arguments import refuse
 from common.processes import end, start
@@ -167,7 +167,7 @@ def run_programs(algo, programs, seeds, folder, settings):
             if statuses[name]:
                 raise SystemExit(f"error: {algo}, {name}: a run has crashed; see {runs}/log.txt")
             (path,) = runs.glob("*/summary.json")
-            own.append(json.loads(path.read_text()))
+            own.append(read(path))
             if not own[-1]["steady_sps"]:
                 raise SystemExit(f"error: {algo}, {name}: {args.total_timesteps} steps are too few to be measured")
     return summaries

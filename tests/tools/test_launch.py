@@ -11,11 +11,12 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from conftest import Terminal, wait_for
+from conftest import PLAIN, TURBO, Terminal, stem, wait_for
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 pytest.importorskip("ray", reason="pip install -r requirements/launch.txt")
@@ -298,7 +299,7 @@ def test_a_run_that_ends_before_its_steps_is_not_done(script, tmp_path):
     order = orders.order(orders.Script(script), None, {}, 5, [], tmp_path / "runs", 1)
     order.place()
     outcome = worker.train(order.message("", {}, os.devnull))
-    assert outcome["status"] == "failed" and outcome["line"].startswith("exit code 0 at step 7 of 20")
+    assert outcome["status"] == "failed" and outcome["line"].startswith("it ended without an error at step 7 of 20; ")
     assert worker.done_step(order.folder) == 0 and report.result(order) is None
 
 
@@ -514,7 +515,7 @@ def test_tuning_goes_on_after_an_interrupt(hill):
     process = subprocess.Popen([sys.executable, "-m", "launch", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     folder = hill.parent / "runs" / "walk"
     wait_for(lambda: len(list(folder.rglob("summary.json"))) >= 19)  # in the second rung
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGHUP)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err, err
     before = starts(folder)
@@ -590,6 +591,13 @@ def test_trials_that_have_diverged_do_not_go_on(outcomes, going_on, script, caps
     assert over == ([] if going_on is None else [number for number in range(9) if number not in going_on])
 
 
+@pytest.mark.parametrize("script", [*PLAIN.values(), *TURBO.values()], ids=stem)
+def test_scripts_end_at_nan_with_the_line_that_tuning_knows(script):
+    with pytest.raises(SystemExit) as ended:
+        script.Run.end_at_nan(SimpleNamespace(step=3), "qf_loss is nan")
+    assert worker.DIVERGED.match(ended.value.code)
+
+
 def test_the_value_at_a_rung_is_that_of_the_attempt_which_ended_there(script):
     """Of a trial that has gone on to the next one, too."""
     own = bracket(script, [3.0, 5.0])
@@ -636,7 +644,7 @@ def test_a_search_goes_on_where_a_crash_has_cut_its_journal(cut, script):
         (["--choice", "seed", "1", "2"], "--choice seed: leave it out; --seeds sets it"),
         (["--range", "seed", "1", "9"], "--range seed 1 9: leave it out; --seeds sets it"),
         (["--choice", "env_id", "Walk-v0"], "--choice env_id: leave it out; --env-id sets it"),
-        (["--choice", "total-timesteps", "9"], "--choice total-timesteps: leave it out; all trials .*"),
+        (["--choice", "total-timesteps", "9"], "--choice total-timesteps: leave it out; give it after the two .*"),
         (["--choice", "threads", "1", "--", "--env-id=A"], "--env-id=A: leave it out; --env-id sets it"),
         (
             ["--range", "learning-rate", "1", "2", "--choice", "learning_rate", "1"],
