@@ -586,7 +586,7 @@ def test_an_interrupted_learning_run_resumes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_signal_ends_a_learning_run_with_its_checkpoint(lost, tmp_path):
-    """SIGTERM, or a terminal that is gone."""
+    """SIGTERM, more than once, or a terminal that is gone."""
     words = [ROOT / "run.sh", "--learn", "--algos", "dqn", "--env-ids", "CartPole-v1", "--modes", "plain"]
     words += ["--seeds", "1", "--out", tmp_path / "results", "--run-dir", tmp_path / "runs"]
     terminal = Terminal([*words, "--flags=--learning-starts 100 --no-cuda --threads 1"], env=WITH_PYTHON)
@@ -596,6 +596,8 @@ def test_a_signal_ends_a_learning_run_with_its_checkpoint(lost, tmp_path):
         terminal.close()
     else:
         terminal.process.terminate()
+        time.sleep(0.3)
+        terminal.process.terminate()  # it is waiting for the checkpoint
     assert terminal.process.wait(150) == 130
     (summary,) = tmp_path.rglob("summary.json")
     step = json.loads(summary.read_text())["global_step"]
