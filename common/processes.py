@@ -39,10 +39,15 @@ def leave_terminal():
                 os.dup2(nowhere.fileno(), descriptor)
 
 
-def ignore_signals():
-    """Have no signal of ENDING disturb this program while it ends."""
-    for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)
+@contextlib.contextmanager
+def undisturbed():
+    """Ignore the signals of ENDING as long as this context lasts."""
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def end_with_parent():

@@ -87,11 +87,11 @@ class Cluster:
 
     def stop(self):
         """End all runs, with their checkpoints."""
-        processes.ignore_signals()
-        self.stop_file.write_text("stop")  # Ray can crash when it cancels a task that it is starting
-        for task, order in self.tasks.items():
-            if worker.started(order.folder).get("session") == self.session:
-                outcome(task)
+        with processes.undisturbed():
+            self.stop_file.write_text("stop")  # Ray can crash when it cancels a task that it is starting
+            for task, order in self.tasks.items():
+                if worker.started(order.folder).get("session") == self.session:
+                    outcome(task)
         self.tasks.clear()
 
 

@@ -40,7 +40,7 @@ from common.arguments import check, distinct, from_low, refuse, stop
 from common.curves import learning_curve
 from common.folders import locked, writable
 from common.machine import machine, slug
-from common.processes import SECONDS_TO_STOP, end, ignore_signals, start
+from common.processes import SECONDS_TO_STOP, end, start, undisturbed
 from tools import mkl_on_amd
 
 try:
@@ -306,14 +306,18 @@ def learn(todo, out, here, parallel):
                         keep(job, job.results(statuses, here), out)
                         bar.update(job.seconds)
         finally:
-            if running:
-                ignore_signals()
-            for job in running:
-                job.stop()
-            for job in running:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    job.process.wait(SECONDS_TO_STOP)
-                job.end()
+            with undisturbed():
+                stop_all(running)
+
+
+def stop_all(running):
+    """Have learning runs write their checkpoints and end."""
+    for job in running:
+        job.stop()
+    for job in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.process.wait(SECONDS_TO_STOP)
+        job.end()
 
 
 def keep(job, results, out):

@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -584,9 +585,28 @@ def test_an_interrupted_learning_run_resumes(tmp_path, monkeypatch):
     assert len(list(runs.glob("*/summary.json"))) == 1
 
 
+def test_a_second_ctrl_c_does_not_end_the_wait_for_checkpoints():
+    seen = []
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def wait(seconds):
+        os.kill(os.getpid(), signal.SIGINT)
+        seen.append("waited")
+
+    job = SimpleNamespace(seconds=1, finished=lambda out: False, start=lambda: None, statuses=interrupt)
+    job.stop, job.end = lambda: seen.append("asked"), lambda: seen.append("ended")
+    job.process = SimpleNamespace(wait=wait)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        matrix.learn([job], None, None, 1)
+    assert seen == ["asked", "waited", "ended"] and signal.getsignal(signal.SIGINT) == before
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_signal_ends_a_learning_run_with_its_checkpoint(lost, tmp_path):
-    """SIGTERM, more than once, or a terminal that is gone."""
+    """SIGTERM, or a terminal that is gone."""
     words = [ROOT / "run.sh", "--learn", "--algos", "dqn", "--env-ids", "CartPole-v1", "--modes", "plain"]
     words += ["--seeds", "1", "--out", tmp_path / "results", "--run-dir", tmp_path / "runs"]
     terminal = Terminal([*words, "--flags=--learning-starts 100 --no-cuda --threads 1"], env=WITH_PYTHON)
@@ -596,8 +616,6 @@ def test_a_signal_ends_a_learning_run_with_its_checkpoint(lost, tmp_path):
         terminal.close()
     else:
         terminal.process.terminate()
-        time.sleep(0.3)
-        terminal.process.terminate()  # it is waiting for the checkpoint
     assert terminal.process.wait(150) == 130
     (summary,) = tmp_path.rglob("summary.json")
     step = json.loads(summary.read_text())["global_step"]
