@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import os
 import re
 import signal
@@ -19,10 +20,13 @@ from conftest import WITH_PYTHON, Terminal, wait_for
 
 from benchmark.algorithms import ALGORITHMS
 from benchmark.speed import matrix, monitor, rounds
-from benchmark.studies import compile_modes, instrument_overhead, scaling
+from benchmark.studies import ablation, compile_modes, instrument_overhead, population, scaling, tips
 from common import ROOT
 from common.folders import locked
 from common.scripts import load
+
+LOCKED = (ablation, compile_modes, instrument_overhead)
+STUDIES = (*LOCKED, population, scaling, tips)
 
 
 def program(path, body):
@@ -168,6 +172,26 @@ def test_bad_input(capsys):
     assert line.startswith("error: --algos a2c: choose from sac_continuous_action")
     line = refused(capsys, matrix.main, matrix.Args(algos=("ppo_continuous_action",), modes=("sb3",), learn=True))
     assert line.startswith("error: --modes sb3: choose from plain, eager")
+
+
+@pytest.mark.parametrize(
+    ("study", "changed", "said"),
+    [
+        (ablation, {"total_timesteps": 0}, "--total-timesteps 0: give a finite number from 1"),
+        (ablation, {"seeds": (1, 1)}, "--seeds 1: give it once"),
+        (compile_modes, {"seeds": ()}, "--seeds : give at least one"),
+        (instrument_overhead, {"seeds": (1, 1)}, "--seeds 1: give it once"),
+        (population, {"agents": (2, 0)}, "--agents 0: give a finite number from 1"),
+        (population, {"seconds": math.nan}, "--seconds nan: give a finite number from 0"),
+        (scaling, {"num_envs": (0,)}, "--num-envs 0: give a finite number from 1"),
+        (tips, {"rounds": 0}, "--rounds 0: give a finite number from 1"),
+        *((study, {"results": Path("/sys/none")}, "--results /sys/none: give a folder that can") for study in STUDIES),
+        *((study, {"run_dir": Path("/sys/none")}, "--run-dir /sys/none: give a folder that can") for study in LOCKED),
+    ],
+)
+def test_studies_refuse_bad_input(study, changed, said, tmp_path, capsys):
+    line = refused(capsys, study.main, study.Args(**{"results": tmp_path} | changed))
+    assert line.startswith(f"error: {said}")
 
 
 def test_a_monitor_sees_who_works(tmp_path):
