@@ -1,7 +1,5 @@
 """DQN and SAC for Atari, plain and turbo: what a run stores, resuming without the replay buffer, values, learning."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from conftest import (
     assert_same_state,
     learner_class,
     leaves,
-    load_copy,
     make_envs,
     saved,
     scalars,
@@ -323,20 +320,10 @@ def pick_the_bright_quarter(script, run_dir, monkeypatch):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("script", [PLAIN["dqn_atari"], PLAIN["sac_atari"], TURBO["sac_atari"]], ids=stem)
+@pytest.mark.parametrize("script", [PLAIN["dqn_atari"], TURBO["sac_atari"]], ids=stem)
 def test_the_bright_quarter_is_picked(script, tmp_path, monkeypatch):
     first, last = pick_the_bright_quarter(script, tmp_path, monkeypatch)
     assert first < 8 and last > 12
-
-
-@pytest.mark.thorough
-def test_a_wrong_sign_is_noticed(tmp_path, monkeypatch):
-    source = Path(PLAIN["sac_atari"].__file__).read_text()
-    right, wrong = "* log_probs - q)", "* log_probs + q)"
-    assert source.count(right) == 1
-    edited = load_copy("sac_atari", source.replace(right, wrong), tmp_path)
-    _, last = pick_the_bright_quarter(edited, tmp_path / "runs", monkeypatch)
-    assert last < 5
 
 
 def test_catch_is_learnt(tmp_path, monkeypatch):

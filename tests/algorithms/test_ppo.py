@@ -455,6 +455,7 @@ def test_minibatches_have_the_same_size_and_more_than_one_row(script, num_miniba
     assert f"error: --num-minibatches {num_minibatches}: give a divisor of" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("script", [pytest.param(PLAIN, marks=pytest.mark.finding), TURBO], ids=["plain", "turbo"])
 def test_ppo_balances_the_inverted_pendulum(script, tmp_path):
     """A random policy holds it for about 6 steps, a perfect one for 1000. A wrong sign in a loss fails here."""
     sizes = {"total_timesteps": 60_000, "num_envs": 4, "num_steps": 256, "learning_rate": 1e-3, "num_minibatches": 8}

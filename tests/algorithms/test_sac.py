@@ -112,6 +112,7 @@ def test_values_bootstrap_through_truncation_but_not_termination(script, env_id,
     assert values[-1] == pytest.approx(value, rel=0.1)
 
 
+@pytest.mark.parametrize("script", [pytest.param(PLAIN, marks=pytest.mark.finding), TURBO], ids=["plain", "turbo"])
 def test_sac_swings_up_the_pendulum(script, tmp_path):
     """A random policy scores about -1200, a swing-up about -130 and less when the pendulum starts near the top.
 

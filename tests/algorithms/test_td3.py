@@ -238,6 +238,7 @@ def test_a_resumed_learner_takes_the_learning_rate_it_is_given(script):
     assert rates == pytest.approx([1e-5, 1e-5])
 
 
+@pytest.mark.parametrize("script", [pytest.param(PLAIN, marks=pytest.mark.finding), TURBO], ids=["plain", "turbo"])
 def test_td3_swings_up_the_pendulum(script, tmp_path):
     """A random policy scores about -1200, a swing-up about -130 and less when the pendulum starts near the top."""
     kwargs = {"total_timesteps": 6000, "learning_starts": 1000, "learning_rate": 1e-3, "tau": 0.01, "batch_size": 128}

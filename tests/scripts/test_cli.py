@@ -69,8 +69,8 @@ def refused(capsys, run):
     return lines[0]
 
 
-# of each kind of loop one script; the others are compiled by the tests that compare them with their plain twins
-COMPILED = (TURBO["sac"], TURBO["ppo"], TURBO["ppo_atari"], TURBO["ppo_lstm"])
+# one script on vectors and one on frames; the others are compiled by the tests that compare them with their plain twins
+COMPILED = (TURBO["sac"], TURBO["ppo_atari"])
 MODES = [pytest.param(TURBO["dqn"], True, True, id="dqn-both")]
 MODES += [pytest.param(turbo, True, True, marks=pytest.mark.thorough, id=f"{stem(turbo)}-both") for turbo in COMPILED]
 MODES += [pytest.param(TURBO["dqn"], False, True, marks=pytest.mark.thorough, id="dqn-cudagraphs")]

@@ -177,18 +177,16 @@ def check_graphs(script, make_turbo):
         assert graphed.updates == 10  # captured at the third of each kind
 
 
-def check_generated_code(make_turbo, execute):
-    """What would run on a card computes what torch computes; without `execute` it is made, but not run."""
-    with emulated_cuda(), compiled_for_cuda(check=execute, execute=execute) as session:
+def check_generated_code(make_turbo):
+    """What would run on a card computes what torch computes."""
+    with emulated_cuda(), compiled_for_cuda(check=True) as session:
         learner = make_turbo(device="cuda", compile=True)
         for i in range(2):
             take_step(learner, i)
             if hasattr(learner, "next_actions"):
                 learner.next_actions()
         torch.cuda.synchronize()
-    assert session.codes
-    if execute:
-        assert session.errors and max(session.errors.values()) < 1e-5
+    assert session.errors and max(session.errors.values()) < 1e-5
 
 
 def check_run(module, title, folder):
@@ -225,7 +223,8 @@ def test_the_edit_works(title, tmp_path, monkeypatch):
         check_run(module, title, tmp_path / kind)
     make_turbo = partial(make, turbo, title)
     check_graphs(turbo, make_turbo)
-    check_generated_code(make_turbo, execute=title in EXECUTED)
+    if title in EXECUTED:
+        check_generated_code(make_turbo)
     with monkeypatch.context() as patch:
         check_updates(make(plain, title), make_turbo(), patch)
     check_one_graph(make_turbo, monkeypatch)

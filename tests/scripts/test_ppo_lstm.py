@@ -169,9 +169,14 @@ OTHER_LOSSES = {"clip_vloss": False, "norm_adv": False, "ent_coef": 0.0, "bootst
 
 @each_env
 @each_cell
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.thorough)])
-def test_turbo_equals_plain(mode, cell, env_id, monkeypatch):
-    check_equal(PLAIN, TURBO, monkeypatch, mode, cell=cell, env_id=env_id)
+def test_turbo_equals_plain(cell, env_id, monkeypatch):
+    check_equal(PLAIN, TURBO, monkeypatch, cell=cell, env_id=env_id)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("cell", "env_id"), [("lstm", DISCRETE), ("gru", CONTINUOUS)])
+def test_turbo_equals_plain_compiled(cell, env_id, monkeypatch):
+    check_equal(PLAIN, TURBO, monkeypatch, "compile", cell=cell, env_id=env_id)
 
 
 @each_env
@@ -576,7 +581,7 @@ def test_turbo_learns_to_remember(tmp_path):
     assert returns_in_the_maze(TURBO, tmp_path, cell="gru", total_timesteps=40_000) > 0.8
 
 
-@pytest.mark.thorough
+@pytest.mark.finding
 @pytest.mark.parametrize("cell", CELLS)
 def test_it_learns_to_remember(script, cell, tmp_path):
     """A policy without memory has a return of 0 at most: see test_edits.py."""
