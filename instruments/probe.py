@@ -175,10 +175,10 @@ def values(learner, obs, actions, steps):
     """
     if hasattr(learner, "normalizer"):
         scaled = torch.as_tensor(learner.normalizer.scale_obs(obs.numpy()), device=learner.device)
-        if hasattr(learner, "first_state"):
+        if hasattr(learner.agent, "remember"):
             found = values_with_memory(learner, scaled, steps)
         else:
-            *_, found = learner.agent(scaled)
+            found = learner.agent.critic(scaled)
         return found * max(learner.normalizer.std[-1], 0.1)  # scaled rewards are clipped at 10
     obs = obs.to(learner.device)
     if hasattr(learner, "q"):
@@ -191,11 +191,11 @@ def values(learner, obs, actions, steps):
 
 def values_with_memory(learner, scaled, steps):
     """The values of normalized states by an agent with memory, whose state is 0 where an episode begins."""
-    state = torch.zeros_like(learner.state[:1])
+    state = torch.zeros(1, learner.agent.state_dim, device=scaled.device)
     found = []
     for row in scaled.split(1):
-        _, _, value, next_state = learner.agent(row, state)
-        found.append(value)
+        next_state = learner.agent.remember(row, state)
+        found.append(learner.agent.value(next_state))
         if steps > 1:
             state = next_state
     return torch.cat(found)

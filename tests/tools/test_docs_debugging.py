@@ -48,11 +48,13 @@ def runs(tmp_path_factory):
     return shown
 
 
+@pytest.mark.finding
 def test_the_first_bug_shows_in_the_return(runs):
     assert runs[None][0] > -100
     assert runs["first"][0] < -500
 
 
+@pytest.mark.finding
 def test_the_second_bug_shows_in_the_values_and_not_in_the_return(runs):
     assert runs[None][1] > 0.3
     assert runs["second"][1] < 0.2
