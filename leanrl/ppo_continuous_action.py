@@ -397,7 +397,7 @@ def require_bounded_actions(args, envs):
     """Refuse actions that are not vectors of floats with bounds."""
     space = envs.single_action_space
     floats = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and len(space.shape) == 1
-    if not floats or not np.abs((space.low, space.high)).max() < 1e30:  # float32 overflows from 3e38 on
+    if not floats or np.abs((space.low, space.high)).max() >= 1e30:  # float32 overflows from 3e38 on
         refuse("env_id", args.env_id, f"actions must be bounded vectors of floats, not {space}")
 
 

@@ -49,7 +49,7 @@ SHORT = {
     "ppo": {"total_timesteps": 48},
     "ppo_lstm": {"num_steps": 4, "total_timesteps": 16},
     "ppo_atari": {"num_steps": 4, "update_epochs": 1, "total_timesteps": 8},
-    "dqn_atari": {"learning_starts": 16, "total_timesteps": 36},
+    "dqn_atari": {"learning_starts": 16, "total_timesteps": 28},
     # of a batch below 8, inductor 2.13 computes the logged alpha_loss with the new log_alpha
     "sac_atari": {"learning_starts": 16, "total_timesteps": 28, "batch_size": 8},
 }

@@ -48,7 +48,7 @@ def test_a_healthy_script_passes(name, tmp_path, capsys, monkeypatch):
     assert not failed(ALL, copy(name, tmp_path), [], capsys, monkeypatch)
 
 
-@thorough
+@pytest.mark.finding
 @pytest.mark.parametrize("name", [TURBO["sac"], TURBO["ppo with memory"]])
 def test_a_compiled_script_passes(name, tmp_path, capsys, monkeypatch):
     names = {"observation", "action", "truncation"}
