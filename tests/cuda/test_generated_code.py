@@ -54,6 +54,7 @@ SHORT = {
     "sac_atari": {"learning_starts": 16, "total_timesteps": 28, "batch_size": 8},
 }
 OTHERS = OTHERS | {"dqn_atari": OTHERS["dqn_atari"] | {"total_timesteps": 21}}  # with an update in each step
+OTHERS |= {"sac_atari": OTHERS["sac_atari"] | {"total_timesteps": 22}}
 OTHERS |= {"ppo_lstm": {"env_id": "Unequal-v0", "cell": "gru", "target_kl": 1e-4}}
 QUICK = ("dqn",)
 
@@ -130,7 +131,7 @@ def test_training_runs_generated_code(name, settings, tmp_path):
 def train_agents(folder, late=True, compile=True, **session):
     """The checkpoints of three agents after a short run on the emulated device, and the `Session`."""
     script = sac_population_torchcompile
-    kwargs = SIZES["sac"] | SHORT["sac"] | {"compile": compile, "cudagraphs": compile, "run_dir": str(folder)}
+    kwargs = SIZES["sac"] | {"total_timesteps": 34, "compile": compile, "cudagraphs": compile, "run_dir": str(folder)}
     lists = {key for key, value in vars(script.Args()).items() if isinstance(value, tuple)}
     kwargs = {key: (value,) if key in lists else value for key, value in kwargs.items()}
     with no_export(), emulated_cuda(late), compiled_for_cuda(**session) as programs:
