@@ -20,6 +20,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import zipfile
 from collections import deque
@@ -458,6 +459,9 @@ def train(args):
     if args.cudagraphs and device.type == "cpu":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
         args.cudagraphs = False
+    if args.compile and device.type == "cpu" and " " in torch.__file__ + tempfile.gettempdir():
+        remedy = f"give torch and TMPDIR paths without a space, not {torch.__file__} and {tempfile.gettempdir()}"
+        refuse("compile", True, remedy)
     envs = make_games(args, folder)
     learner = DQN(args, envs, device)
     with Run(args, folder, envs, learner) as run:
