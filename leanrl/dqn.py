@@ -522,7 +522,8 @@ class Run:
         finite = [value for value in self.recent_returns if math.isfinite(value)]
         results["episodic_return"] = float(np.mean(finite)) if finite else None
         summary = json.dumps(self.config | results, indent=2)
-        self.bar.close()
+        with suppress(OSError):  # of stderr
+            self.bar.close()
         with suppress(Exception):  # the policy is trained: it does not matter if an environment cannot be closed
             self.envs.close()
         self.make_folder()
