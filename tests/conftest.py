@@ -239,6 +239,16 @@ def script_params(modules=None):
     return [pytest.param(m, id=stem(m), marks=[] if stem(m) in QUICK else [thorough]) for m in modules]
 
 
+GYMNASIUM = [scripts[name] for scripts in (PLAIN, TURBO) for name in PLAIN if name not in ATARI]
+on_gymnasium = pytest.mark.parametrize("script", script_params(GYMNASIUM))
+
+
+@pytest.fixture(params=[PLAIN["sac"], TURBO["dqn"]], ids=stem)
+def either(request):
+    """Two scripts for what the run's part does by itself, whose text is the same in all of them."""
+    return request.param
+
+
 def make_learner(script, seed=1, device="cpu", **kwargs):
     """The learner of `script` for Args(**kwargs), by default small."""
     args = script.Args(**SMALL_LEARNERS[algorithm(script)] | kwargs)

@@ -19,12 +19,6 @@ def script(request):
     return request.param
 
 
-@pytest.fixture(params=[PLAIN["sac"], TURBO["dqn"]], ids=stem)
-def either(request):
-    """Two scripts for what the run's part does by itself, whose text is the same in all of them."""
-    return request.param
-
-
 def flags(**kwargs):
     """Args as a command line: {"num_envs": 2, "autotune": False} to --num-envs 2 --no-autotune."""
     words = []

@@ -13,28 +13,19 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ATARI,
     PLAIN,
     TURBO,
     Countdown,
     DiscreteCountdown,
     algorithm,
     assert_same_state,
+    on_gymnasium,
     script_params,
     stem,
     tiny,
     train,
 )
 from test_cli import refused, run_tiny, summary
-
-GYMNASIUM = [scripts[name] for scripts in (PLAIN, TURBO) for name in PLAIN if name not in ATARI]
-on_gymnasium = pytest.mark.parametrize("script", script_params(GYMNASIUM))
-
-
-@pytest.fixture(params=[PLAIN["sac"], TURBO["dqn"]], ids=stem)
-def either(request):
-    """Two scripts for what the run's part does by itself, whose text is the same in all of them."""
-    return request.param
 
 
 class InPlace(gym.Wrapper):

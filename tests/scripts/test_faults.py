@@ -30,12 +30,6 @@ from copies import ROOT
 from test_cli import flags, run_tiny, start, summary
 
 
-@pytest.fixture(params=[PLAIN["sac"], TURBO["dqn"]], ids=stem)
-def either(request):
-    """Two scripts for what the run's part does by itself, whose text is the same in all of them."""
-    return request.param
-
-
 @pytest.fixture
 def hangups():
     """SIGHUP ends a program, also where the tests themselves run under nohup."""

@@ -10,23 +10,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, PLAIN, TURBO, algorithm, equal, leaves, scalars, script_params, stem, tiny, train
+from conftest import (
+    ATARI,
+    PLAIN,
+    TURBO,
+    algorithm,
+    equal,
+    leaves,
+    on_gymnasium,
+    scalars,
+    script_params,
+    stem,
+    tiny,
+    train,
+)
 from gymnasium.wrappers import RecordEpisodeStatistics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_cli import call, run_tiny, start, summary
 
-GYMNASIUM = [scripts[name] for scripts in (PLAIN, TURBO) for name in PLAIN if name not in ATARI]
-on_gymnasium = pytest.mark.parametrize("script", script_params(GYMNASIUM))
-
 
 @pytest.fixture(params=script_params())
 def script(request):
-    return request.param
-
-
-@pytest.fixture(params=[PLAIN["sac"], TURBO["dqn"]], ids=stem)
-def either(request):
-    """Two scripts for what the run's part does by itself, whose text is the same in all of them."""
     return request.param
 
 
