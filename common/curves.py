@@ -20,11 +20,11 @@ SPEED = "charts/SPS"
 POINTS = 200  # of a learning curve
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", "-.", ":")
-LEGEND = {"loc": "outside lower center", "ncols": 5, "fontsize": 9, "handlelength": 3}
+LEGEND = {"loc": "outside lower center", "ncols": 5, "fontsize": 9}
 SETTINGS = {
     "svg.hashsalt": "leanrl",  # the same file each time
     "svg.fonttype": "none",
-    "font.size": 11,
+    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -140,13 +140,13 @@ def seeds(number):
     return "1 seed" if number == 1 else f"{number} seeds"
 
 
-def learning_figure(title, groups, published, styles):
+def learning_figure(title, groups, published, styles, size=(7, 4.5)):
     """Returns against steps.
 
     `groups` are results by name, such as a mode's, with an entry in `styles` each. `published` is CleanRL's return,
     such as "1442.64 ± 46.03", or "".
     """
-    figure = Figure(figsize=(5.6, 4), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots()
     for name, results in groups.items():
         runs = [np.array(result["curve"]).T for result in results if result.get("curve")]  # steps, seconds, returns
@@ -154,11 +154,12 @@ def learning_figure(title, groups, published, styles):
             plot(axes, [(steps, returns) for steps, _, returns in runs], f"{name}, {seeds(len(runs))}", *styles[name])
     if published:
         level = float(published.split(" ")[0])
-        axes.axhline(level, color="#999999", linestyle=":", label=f"CleanRL's table: {published}")
+        axes.axhline(level, color="#666666", linestyle=":", label=f"CleanRL's table: {level:.0f}")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1M
     axes.set(xlabel="environment steps", ylabel="episodic return")
-    axes.set_title(title, fontsize=11)
-    figure.legend(**LEGEND | {"ncols": 2})
+    axes.set_title(title, fontsize=10, wrap=True)
+    longest = max((len(label) for label in axes.get_legend_handles_labels()[1]), default=0)
+    figure.legend(**LEGEND | {"ncols": 2 if longest < 30 else 1})
     return figure
 
 

@@ -18,6 +18,7 @@ import gymnasium as gym
 import numpy as np
 import tyro
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from benchmark import editions
 from benchmark.results import read as read_json
@@ -173,7 +174,7 @@ def draw(
     groups = defaultdict(list)
     for (exp_name, _), (steps, values) in sorted(runs.items()):
         groups[exp_name].append((steps, moving_mean(values, window)))
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     axes = figure.subplots()
     for (exp_name, own), color in zip(groups.items(), COLORS, strict=False):
         plot(axes, own, f"{exp_name}, {seeds(len(own))}", color)
@@ -186,9 +187,10 @@ def draw(
     mean_of = f"\nmoving mean over {window * apart:,.0f} steps" if window > 1 else ""
     explained = "; thin lines are seeds, thick ones their means" if any(len(own) > 1 for own in groups.values()) else ""
     axes.set(xlabel=f"environment steps{explained}", ylabel=f"{name}{mean_of}", title=env_id)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1M
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=9)
-    figure.savefig(output, dpi=120)
+    figure.savefig(output, dpi=150)
 
 
 if __name__ == "__main__":

@@ -105,9 +105,14 @@ def minutes(results):
 
 def cache(results):
     """The state in which compiled runs found the compiler's cache: "cold", "warm", both, or "" if none says."""
-    return " and ".join(sorted({result["cache"] for result in results if result.get("cache")}))
+    return " and ".join(sorted({result["cache"] for result in compiled(results) if "cache" in result}))
 
 
 def says_no_cache(results):
     """Whether any of `results` was compiled and does not say with which cache."""
-    return any("compile" in result["mode"] and not result.get("cache") for result in done(results))
+    return any("cache" not in result for result in compiled(results))
+
+
+def compiled(results):
+    """Those of `results` that torch.compile had a part in."""
+    return [result for result in done(results) if "compile" in result["mode"]]

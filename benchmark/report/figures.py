@@ -14,18 +14,18 @@ from benchmark.report.data import LEANRL, compared, speed, with_curve
 from common import curves
 from common.machine import describe
 
-COLORS = {  # by mode
+COLORS = {  # of learning curves, by mode
     "plain": "#000000",
+    "plain+mkl": "#888888",
     "eager": "#E69F00",
+    "cudagraphs": "#8C564B",
     "compile": "#D55E00",
-    "cudagraphs": "#0072B2",
     "compile+cudagraphs": "#D55E00",
+    "compile+mkl": "#0072B2",
     "sb3": "#56B4E9",
     "sbx": "#CC79A7",
     "cleanrl": "#009E73",
 }
-STYLES = {mode: (color, "-") for mode, color in COLORS.items()}
-STYLES |= {f"{mode}+mkl": (color, "--") for mode, color in COLORS.items()}
 LOOKS = {  # color and hatch by column: hatches tell bars apart in black and white
     "plain": ("#000000", ""),
     LEANRL: ("#D55E00", ""),
@@ -37,6 +37,7 @@ PLACES = [(6, 0, "left")]  # of a name, in points from the end of its line: the 
 PLACES += [
     (dx, dy, side) for dy in (14, -14, 28, -28, 42, -42, 56, -56, 70, -70) for dx, side in ((6, "left"), (-6, "right"))
 ]
+SMALL = (4.2, 3.3)  # inches of a learning curve: two stand side by side on a page
 MINUTES = "return_against_minutes"
 
 
@@ -49,27 +50,25 @@ class Picture(NamedTuple):
 def speed_bars(title, groups):
     """Steps per second: a panel for each algorithm, a bar for each of those that README compares."""
     measured = {key: {name: speed(own) for name, own in compared(modes).items()} for key, modes in groups.items()}
-    measured = {key: {name: value for name, value in own.items() if value} for key, own in measured.items()}
-    measured = {key: own for key, own in measured.items() if own}
-    columns = min(4, max(1, len(measured)))
-    rows = -(-max(1, len(measured)) // columns)
-    figure = Figure(figsize=(max(2.2 * columns, 4.4), 2.1 * rows + 0.6), layout="constrained")
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    measured = {key: own for key, own in measured.items() if any(own.values())}
+    rows = -(-len(measured) // 2) or 1
+    figure = Figure(figsize=(4.2, 1.75 * rows + 0.6), layout="constrained")
+    panels = list(figure.subplots(rows, 2, squeeze=False).flat)
     bars = {}
     for axes, (key, own) in zip(panels, measured.items(), strict=False):
-        names = [name for name in LOOKS if name in own]
+        names = [name for name in LOOKS if own.get(name)]
         for i, name in enumerate(names):
             color, hatch = LOOKS[name]
             bars[name] = axes.bar(i, own[name], 0.85, color="white" if hatch else color, edgecolor=color, hatch=hatch)
-            axes.bar_label(bars[name], [f"{own[name]:,.0f}"], fontsize=8, padding=1)
+            axes.bar_label(bars[name], [f"{own[name]:,.0f}"], fontsize=7, padding=1)
         axes.set_title(named(*key), fontsize=9)
-        axes.set(xticks=[], yticks=[], ylim=(0, 1.12 * max(own.values())))
+        axes.set(xticks=[], yticks=[], xlim=(-0.6, len(LOOKS) - 0.4), ylim=(0, 1.15 * max(own[name] for name in names)))
         axes.spines["left"].set_visible(False)
         axes.grid(visible=False)
     for axes in panels[len(measured) :]:
         axes.set_axis_off()
     known = [name for name in LOOKS if name in bars]
-    figure.legend([bars[name] for name in known], known, **curves.LEGEND | {"handlelength": 1.5})
+    figure.legend([bars[name] for name in known], known, **curves.LEGEND | {"handlelength": 1, "columnspacing": 1})
     figure.suptitle(title, fontsize=10)
     return figure
 
@@ -79,7 +78,7 @@ def minutes_figure(title, panels):
 
     Thin lines are seeds. Thick ones are means over seeds of return and minutes at equal steps.
     """
-    figure = Figure(figsize=(5 * max(len(panels), 1.4), 3.8), layout="constrained")
+    figure = Figure(figsize=(4.3 * max(len(panels), 1.4), 3.5), layout="constrained")
     all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     figure.suptitle(title, fontsize=11)
     all_axes[0].set_ylabel("episodic return")
@@ -140,15 +139,15 @@ def draw(groups):
     drawn = {}
     with curves.settings():
         for slug, own in groups["speed"].items():
-            where = machine_of(own)
-            picture = curves.svg(speed_bars(f"steps per second, {where}", own))
-            drawn[f"speed_{slug}"] = Picture("speed", f"Steps per second on {where}", picture)
+            title = f"Steps per second, {machine_of(own)}"
+            drawn[f"speed_{slug}"] = Picture("speed", title, curves.svg(speed_bars(title, own)))
         for slug, own in groups["learning"].items():
             for (algo, env_id), modes in own.items():
                 modes = {mode: with_curve(runs) for mode, runs in modes.items() if with_curve(runs)}
                 if modes:
+                    styles = {mode: (COLORS.get(mode, "#E69F00"),) for mode in modes}
                     title = f"{named(algo, env_id)}; {machine_of(own)}"
-                    picture = curves.svg(curves.learning_figure(title, modes, cleanrl(algo, env_id), STYLES))
+                    picture = curves.svg(curves.learning_figure(title, modes, cleanrl(algo, env_id), styles, SMALL))
                     drawn[picture_name("learning", slug, algo, env_id)] = Picture("learning", title, picture)
     return drawn
 

@@ -174,9 +174,9 @@ def write(results):
     scaling.draw_all(ROOT / "results")
     embedded = {kind: [] for kind in ("minutes", "learning", "speed", "curve")}
     for picture in pictures.values():
-        embedded[picture.kind].append(image(picture.caption, picture.svg, "svg+xml"))
+        embedded[picture.kind].append(image(picture.caption, picture.svg, "svg+xml"))  # its title is in it
     for name, caption in CAPTIONS.items():
-        embedded["curve"].append(image(caption, artifact(f"{name}.png").read_bytes(), "png"))
+        embedded["curve"].append(image(caption, artifact(f"{name}.png").read_bytes(), "png", caption))
     written = texts(results)
     for kind, images in embedded.items():
         written["doc/report.html"][f"{kind} figures"] = "\n".join(images)
@@ -192,12 +192,11 @@ def artifact(name):
     return ROOT / "doc" / "artifacts" / name
 
 
-def image(caption, data, kind):
+def image(title, data, kind, caption=""):
     """A figure as part of a page that needs no other file."""
     data = base64.b64encode(data).decode()
-    caption = html.escape(caption)
-    picture = f'<img alt="{caption}" src="data:image/{kind};base64,{data}">'
-    return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
+    below = f"<figcaption>{html.escape(caption)}</figcaption>" * bool(caption)
+    return f'<figure><img alt="{html.escape(title)}" src="data:image/{kind};base64,{data}">{below}</figure>'
 
 
 def main(args):

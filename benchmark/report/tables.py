@@ -57,7 +57,7 @@ def speed_row(name, mode, results):
 
 
 def with_cache(seconds, results):
-    """A cell of time, with the state of the compiler's cache where it is known."""
+    """A cell of time, with the state of the compiler's cache where the mode compiles and it is known."""
     return ", ".join(filter(None, (seconds, data.cache(results))))
 
 
@@ -135,6 +135,11 @@ def short_table(results):
     machine = next(iter(machines[order[0]].values()))[LEANRL][0]["machine"]
     text = f"Environment steps per second on a {describe(machine)}, medians over {count_seeds(groups)}. "
     text += f"LeanRL is the turbo script with `--compile{' --cudagraphs' if machine['gpu'] else ''}`."
+    peers = [one["summary"].get("versions", {}) for own in groups for one in own if one["mode"] == "cleanrl"]
+    if peers:
+        text += (
+            f" CleanRL's own scripts ran with {versions(peers, ('torch', 'gymnasium'))}, and with MuJoCo's v4 tasks."
+        )
     parts = [Table(text, ("", *COLUMNS, f"{LEANRL} / CleanRL"), rows).markdown()]
     if any("†" in cell for row in rows for cell in row):
         parts.append(f"† {BEFORE}")
@@ -227,6 +232,7 @@ def sentence(results):
         parts.append(f"{TAKES.get(name, name)} takes {minutes} and reaches a return of {end:.0f}.")
     text = f"PPO, {steps:,} steps of HalfCheetah-v5 on a {describe(runs[0]['machine'])}: {' '.join(parts)} "
     text += f"Minutes are medians with their range, and returns are means, over {count_seeds(shown.values())}."
+    text += " CleanRL runs HalfCheetah-v4." if "CleanRL" in shown else ""
     return f"{text} {BEFORE}" if editions.is_earlier(runs) else text
 
 
@@ -260,10 +266,11 @@ def machine_table(results):
     return Table("", MACHINES, rows or [["none", "", "", ""]])
 
 
-def versions(installed):
-    """Names and versions of packages, all of them where they differ."""
+def versions(installed, names=None):
+    """Names and versions of packages, all of them where they differ; `names` choose some."""
     known = {}
     for packages in installed:
         for name, version in packages.items():
             known.setdefault(name, {})[version] = True
-    return ", ".join(f"{name} {' and '.join(sorted(own))}" for name, own in known.items())
+    shown = [f"{name} {' and '.join(sorted(own))}" for name, own in known.items() if name in (names or known)]
+    return ", ".join(shown)

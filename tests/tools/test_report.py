@@ -366,7 +366,7 @@ def test_figures(results):
     pages.write(pages.load(pages.ROOT / "results"))
     page = (pages.ROOT / "doc" / "report.html").read_text()
     svgs = dict(re.findall(r'<img alt="(\w[^"]*)" src="data:image/svg\+xml;base64,([^"]*)"', page))
-    names = ["DQN, CartPole-v1; 2-core AMD EPYC, 24 GiB", "Steps per second on 2-core AMD EPYC, 24 GiB"]
+    names = ["DQN, CartPole-v1; 2-core AMD EPYC, 24 GiB", "Steps per second, 2-core AMD EPYC, 24 GiB"]
     assert sorted(svgs) == names
     learning, speed = (base64.b64decode(svgs[name]).decode() for name in names)
     artifacts = pages.ROOT / "doc" / "artifacts"
@@ -394,24 +394,64 @@ def test_machines_have_the_packages_of_all_results(results):
     assert table.rows == [["2-core AMD EPYC, 24 GiB", "", packages, "CleanRL: torch 2.4.1, gymnasium 0.29.1"]]
 
 
+def in_browser(page, width, script):
+    """What a browser makes of a page in a frame of `width` pixels, after a script in it."""
+    text = page.read_text()
+    page.write_text(text.replace("</body>", f"<script>{script}</script></body>"))
+    frame = page.with_name("frame.html")  # a window has 500 pixels or more
+    copy = "document.body.append(frames[0].document.documentElement.cloneNode(true))"
+    frame.write_text(f"<iframe onload='{copy}' style='width:{width}px;height:9in;border:0' src={page.name}></iframe>")
+    command = ["chromium", "--headless", "--no-sandbox", "--allow-file-access-from-files", "--window-size=1600,900"]
+    command += ["--dump-dom", frame.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    page.write_text(text)
+    return shown
+
+
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_page_in_a_browser(results):
     """A browser shows table and figures; a click sorts the rows by their numbers, those without any last."""
     add_speeds(results)
     pages.write(pages.load(pages.ROOT / "results"))
     path = pages.ROOT / "doc" / "report.html"
-    page = path.read_text()
-    assert not re.search(r"(src|href)=.(?!data:)", page)  # it needs no other file
-    click = '<script>document.querySelectorAll("table")[1].querySelectorAll("th")[2].click()</script>'
-    path.write_text(page.replace("</body>", f"{click}</body>"))
-    command = ["chromium", "--headless", "--no-sandbox", "--dump-dom", path.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert not re.search(r"(src|href)=.(?!data:)", path.read_text())  # it needs no other file
+    click = 'document.querySelectorAll("table")[1].querySelectorAll("th")[2].click()'
+    shown = in_browser(path, 1400, click)
     _, rows, *_ = re.findall(r"<tbody>(.*?)</tbody>", shown, re.DOTALL)  # the first table is that of learning
     rows = [re.findall(r"<td>(.*?)</td>", row) for row in rows.split("</tr>")][:-1]
     assert [row[2].split()[0] for row in rows[:5]] == ["75", "81", "90", "100", "180"]
     assert rows[4][:3] == ["SAC, HalfCheetah-v5", "compile", "180 (160 to 200)"]
     assert rows[5][2] in ("not measured", "seed 21 failed: runs/eager/21/log.txt")
     assert "2-core AMD EPYC, 24 GiB" in shown and shown.count("<img ") == 1 + len(pages.CAPTIONS)
+
+
+CUT = """
+for (const part of document.querySelectorAll("details")) part.open = true;
+const fits = (inner, outer) => inner.left >= outer.left - 1 && inner.right <= outer.right + 1;
+const words = [...document.images].map((image) => {
+  const box = image.getBoundingClientRect();
+  let whole = image.naturalWidth > 0 && box.width > 300 && box.left >= 0 && box.right <= innerWidth;
+  for (let outer = image.parentElement; outer; outer = outer.parentElement)
+    whole &&= fits(box, outer.getBoundingClientRect());
+  return whole ? "whole" : "cut";
+});
+document.title = `${innerWidth} ${document.documentElement.scrollWidth} ${words.join(" ")}`;
+"""
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def test_no_figure_is_cut(width, results):
+    """With all that unfolds open figures have their whole width on the screen; the page is as wide as the window."""
+    add_speeds(results)
+    add_learning(results, "ppo_continuous_action")
+    add_learning(results, "sac_continuous_action")
+    pages.write(pages.load(pages.ROOT / "results"))
+    shown = in_browser(pages.ROOT / "doc" / "report.html", width, f"addEventListener('load', () => {{{CUT}}});")
+    (title,) = re.findall(r"<title>(\d.*?)</title>", shown)
+    window, page, *words = title.split()
+    assert int(page) <= int(window) <= width
+    assert words == ["whole"] * (4 + len(pages.CAPTIONS))
 
 
 @pytest.mark.parametrize(
