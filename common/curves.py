@@ -157,7 +157,7 @@ def learning_figure(title, groups, published, styles, size=(7, 4.5)):
         axes.axhline(level, color="#666666", linestyle=":", label=f"CleanRL's table: {level:.0f}")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1M
     axes.set(xlabel="environment steps", ylabel="episodic return")
-    axes.set_title(title, fontsize=10, wrap=True)
+    figure.suptitle(title, fontsize=10)
     longest = max((len(label) for label in axes.get_legend_handles_labels()[1]), default=0)
     figure.legend(**LEGEND | {"ncols": 2 if longest < 30 else 1})
     return figure

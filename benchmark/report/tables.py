@@ -70,8 +70,10 @@ def speed_tables(results):
 def speed_caption(results):
     text = caption(results)
     if data.says_no_cache(results):
-        text += " Warm-up without the word cold: the cache of compiled code was empty, but torch's precompiled headers"
-        text += " may have been there."
+        text += (
+            " Where warm-up does not say cold, the cache of compiled code was empty, and torch's precompiled headers"
+        )
+        text += " may have been left by an earlier run."
     return text
 
 
@@ -135,11 +137,9 @@ def short_table(results):
     machine = next(iter(machines[order[0]].values()))[LEANRL][0]["machine"]
     text = f"Environment steps per second on a {describe(machine)}, medians over {count_seeds(groups)}. "
     text += f"LeanRL is the turbo script with `--compile{' --cudagraphs' if machine['gpu'] else ''}`."
-    peers = [one["summary"].get("versions", {}) for own in groups for one in own if one["mode"] == "cleanrl"]
-    if peers:
-        text += (
-            f" CleanRL's own scripts ran with {versions(peers, ('torch', 'gymnasium'))}, and with MuJoCo's v4 tasks."
-        )
+    theirs = [one["summary"].get("versions", {}) for own in groups for one in own if one["mode"] == "cleanrl"]
+    if theirs:
+        text += f" CleanRL's scripts run with {versions(theirs, ('torch', 'gymnasium'))}, and with MuJoCo's v4 tasks."
     parts = [Table(text, ("", *COLUMNS, f"{LEANRL} / CleanRL"), rows).markdown()]
     if any("†" in cell for row in rows for cell in row):
         parts.append(f"† {BEFORE}")
@@ -167,7 +167,7 @@ def learning_tables(results):
     for own in results["learning"].values():
         text = caption(own)
         if data.says_no_cache(own):
-            text += " State of the compiler's cache where minutes do not say it: not recorded."
+            text += " Where minutes do not say cold or warm, the state of the compiler's cache was not recorded."
         groups = grouped(own).items()
         rows = [learning_row(*key, mode, runs) for key, modes in groups for mode, runs in modes.items()]
         tables.append(Table(text, LEARNING, rows))

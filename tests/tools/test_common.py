@@ -248,7 +248,7 @@ def test_seeds_are_thin_lines_and_their_mean_is_a_thick_one():
     assert [line.get_label() for line in (mean, single)] == ["a, 2 seeds", "b, 1 seed"]
     assert mean.get_xydata()[0].tolist() == [20, 3] and mean.get_xydata()[-1].tolist() == [30, 4]
     assert single.get_xydata().tolist() == [[10, 1], [20, 2], [30, 3]]
-    assert published.get_ydata() == [5, 5] and axes.get_title() == "title"
+    assert published.get_ydata() == [5, 5] and axes.figure.get_suptitle() == "title"
 
 
 @pytest.mark.parametrize("window", [1, 3, 50, 99])
