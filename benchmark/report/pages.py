@@ -29,11 +29,12 @@ from common.tables import Table, mean_and_deviation, spread, with_table
 
 MEMORY = ("memory_RepeatPrevious", "memory_PositionOnlyCartPole", "memory_PositionOnlyPendulum")
 CURVES = {  # of doc/artifacts, by the page that shows them
-    "doc/sac.md": ("sac_halfcheetah", "sac_init_entropy"),
+    "doc/sac.md": ("sac_halfcheetah", "sac_init_entropy", "sac_discrete_entropy"),
     "doc/td3.md": ("td3_halfcheetah",),
-    "doc/ppo.md": ("ppo_halfcheetah", "ppo_init_entropy", *MEMORY, "ppo_pong", "ppo_breakout"),
+    "doc/ppo.md": ("ppo_halfcheetah", "ppo_init_entropy"),
+    "doc/ppo_atari.md": ("ppo_pong", "ppo_breakout"),
+    "doc/ppo_lstm.md": MEMORY,
     "doc/dqn.md": ("dqn_cartpole", "dqn_breakout"),
-    "doc/sac_discrete.md": ("sac_discrete_entropy",),
     "doc/many_runs.md": ("population_pendulum",),
 }
 CAPTIONS = {
@@ -239,7 +240,7 @@ def texts(results):
         "scaling": scaling.table(measured),
         "tips": tips.table(measured),
     }
-    pages["doc/ppo.md"] |= {"memory": memory_table().markdown()}
+    pages["doc/ppo_lstm.md"] |= {"memory": memory_table().markdown()}
     pages["doc/torch_compile.md"] = {"modes": compile_modes.table(measured)}
     pages["doc/debugging.md"] = {"overhead": instrument_overhead.table(measured)}
     pages["doc/many_runs.md"] |= {"population": population.table(measured)}
