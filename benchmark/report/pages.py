@@ -28,21 +28,17 @@ from common.tables import Table, with_table
 
 MEMORY = ("memory_RepeatPrevious", "memory_PositionOnlyCartPole", "memory_PositionOnlyPendulum")
 PAGES = {  # tables by page, beside those of README.md and doc/report.html; "curve x" is of doc/artifacts/x.csv
-    "doc/sac.md": ("curve sac_halfcheetah", "curve sac_init_entropy"),
+    "doc/sac.md": ("curve sac_halfcheetah", "curve sac_init_entropy", "curve sac_discrete_entropy"),
     "doc/td3.md": ("curve td3_halfcheetah",),
-    "doc/ppo.md": (
-        "curve ppo_halfcheetah",
-        "curve ppo_init_entropy",
-        "memory",
-        *(f"curve {name}" for name in MEMORY),
-        "curve ppo_pong",
-        "curve ppo_breakout",
-    ),
+    "doc/ppo.md": ("curve ppo_halfcheetah", "curve ppo_init_entropy"),
+    "doc/ppo_atari.md": ("curve ppo_pong", "curve ppo_breakout"),
+    "doc/ppo_lstm.md": ("memory", *(f"curve {name}" for name in MEMORY)),
     "doc/dqn.md": ("curve dqn_cartpole", "curve dqn_breakout"),
-    "doc/sac_discrete.md": ("curve sac_discrete_entropy",),
     "doc/many_runs.md": ("curve population_pendulum", "population", "agents"),
     "doc/results.md": ("learning",),
-    "doc/speed.md": ("speed", *(f"tricks of {algo}" for algo in ablation.TRICKS), "scaling", "tips", "launches"),
+    "doc/speed.md": ("speed",),
+    "doc/tricks.md": (*(f"tricks of {algo}" for algo in ablation.TRICKS), "scaling", "tips"),
+    "doc/counted_costs.md": ("launches",),
     "doc/torch_compile.md": ("modes",),
     "doc/debugging.md": ("overhead",),
 }

@@ -221,7 +221,7 @@ def test_check_names_page_and_table_in_which_a_digit_differs(page, results, caps
     assert ended.value.code == 1 and line.startswith(f"error: {page}: table speed is not what its data gives")
 
 
-@pytest.mark.parametrize("page", ["sac", "td3", "ppo", "dqn", "sac_discrete", "speed"])
+@pytest.mark.parametrize("page", ["sac", "td3", "ppo", "dqn", "tricks", "counted_costs"])
 def test_each_digit_of_a_table_matters(page, results):
     """A digit is changed in the last row of each table of a page."""
     pages.write({"speed": {}, "learning": {}})
