@@ -7,9 +7,9 @@ from benchmark.results import read
 from benchmark.speed.rounds import MKL, MODES, PEERS
 
 PEER_TITLES = {"cleanrl": "CleanRL", "sb3": "SB3", "sbx": "SBX"}
-LEANRL = "LeanRL"
+LEANRL, LEANRL_2024 = "LeanRL", "leanrl-2024"
 COLUMNS = (*PEER_TITLES.values(), "plain", LEANRL)  # what README compares
-ORDER = [name for mode in dict.fromkeys((*MODES, *PEERS, *PEER_TITLES)) for name in (mode, mode + MKL)]
+ORDER = [name for mode in (*MODES, *PEERS) for name in (mode, mode + MKL)]
 NO_SPEED = {"steady_sps": None, "warmup_seconds": None}
 
 
@@ -115,4 +115,4 @@ def says_no_cache(results):
 
 def compiled(results):
     """Those of `results` that torch.compile had a part in."""
-    return [result for result in done(results) if "compile" in result["mode"]]
+    return [result for result in done(results) if "compile" in result["mode"] or result["mode"] == LEANRL_2024]

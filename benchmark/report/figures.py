@@ -25,6 +25,9 @@ COLORS = {  # of learning curves, by mode
     "sb3": "#56B4E9",
     "sbx": "#CC79A7",
     "cleanrl": "#009E73",
+    "leanrl-2024": "#F0E442",
+    "eager+mkl": "#8C6D1F",
+    "sb3+mkl": "#1F77B4",
 }
 LOOKS = {  # color and hatch by column: hatches tell bars apart in black and white
     "plain": ("#000000", ""),
@@ -145,7 +148,7 @@ def draw(groups):
             for (algo, env_id), modes in own.items():
                 modes = {mode: with_curve(runs) for mode, runs in modes.items() if with_curve(runs)}
                 if modes:
-                    styles = {mode: (COLORS.get(mode, "#E69F00"),) for mode in modes}
+                    styles = {mode: (COLORS[mode],) for mode in modes}
                     title = f"{named(algo, env_id)}; {machine_of(own)}"
                     picture = curves.svg(curves.learning_figure(title, modes, cleanrl(algo, env_id), styles, SMALL))
                     drawn[picture_name("learning", slug, algo, env_id)] = Picture("learning", title, picture)

@@ -259,7 +259,7 @@ def machine_table(results):
         machine = own[0]["machine"]
         packages = versions(result["machine"]["packages"] for result in own)
         peers = []
-        for mode, title in data.PEER_TITLES.items():
+        for mode, title in (data.PEER_TITLES | {data.LEANRL_2024: "LeanRL of 2024"}).items():
             text = versions(result["summary"].get("versions", {}) for result in done(own) if result["mode"] == mode)
             peers += [f"{title}: {text}"] if text else []
         rows.append([describe(machine), machine["driver"] or "", packages, "; ".join(peers)])
@@ -271,6 +271,6 @@ def versions(installed, names=None):
     known = {}
     for packages in installed:
         for name, version in packages.items():
-            known.setdefault(name, {})[version] = True
+            known.setdefault(name, {})[str(version)] = True
     shown = [f"{name} {' and '.join(sorted(own))}" for name, own in known.items() if name in (names or known)]
     return ", ".join(shown)

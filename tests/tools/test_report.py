@@ -191,6 +191,15 @@ def test_each_machine_has_its_table(results):
     assert any("TD3" in row[0] and row[2] == "not measured" for row in cpu.rows)
 
 
+def test_every_mode_has_a_row_and_a_color(results):
+    modes = rounds.modes_of("sac_continuous_action")
+    for mode in modes:
+        results("sac_continuous_action", mode, 21, **summary(100.0, 2.0))
+    (table,) = pages.speed_tables(pages.load(pages.ROOT / "results"))
+    assert {row[1] for row in table.rows if row[0] == "SAC, HalfCheetah-v5"} == set(modes)
+    assert set(modes) <= figures.COLORS.keys()
+
+
 def test_without_results_nothing_is_measured(results):
     (table,) = pages.speed_tables(pages.load(pages.ROOT / "results"))
     assert [row[1:3] for row in table.rows] == [["all", "not measured"]] * len(ALGORITHMS)
