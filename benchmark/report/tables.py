@@ -53,6 +53,7 @@ def speed_row(name, mode, results):
     payoffs = [steps for steps in map(break_even, done(results)) if steps is not None]
     columns = [(data.ratios_to_plain(results), "{:.2f}"), (warmups, "{:.1f}"), (payoffs, "{:.0f}")]
     ratio, warmup, payoff = (spread(values, form).replace("inf", "-") if values else "" for values, form in columns)
+    payoff = payoff.replace("- (- to -)", "-")
     return [name, editions.marked(mode, results), "; ".join(said), ratio, with_cache(warmup, results), payoff]
 
 
