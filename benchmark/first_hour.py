@@ -3,7 +3,7 @@
     ./run.sh --gpu-first-hour            # an hour at most; the same command resumes where it stopped
     ./run.sh --gpu-first-hour --dry-run  # print the commands
 
-What each step decides, and what is expected, is in doc/gpu_checklist.md. What a step prints is in
+What each step decides, and what is expected, is in doc/on_a_gpu.md. What a step prints is in
 runs/first_hour/<step>.txt. When it has succeeded, <step>.done is beside it, and it is not run again until that file is
 deleted. The exit code is 1 until all have succeeded. At the end tables and figures are made of all that is in results/,
 as by `python -m benchmark.report`.

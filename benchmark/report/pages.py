@@ -6,7 +6,7 @@
 
 Speeds (speed/) are medians over seeds with their range; ratios are to the plain script of the same round. Where there
 is no result a table says "not measured". What the curves of doc/artifacts/*.csv (curves.py) end at is in the pages of
-the algorithms, and what studies/ have measured mostly in doc/speed.md.
+the algorithms, and what studies/ have measured mostly in doc/tricks.md.
 """
 
 import base64
@@ -222,21 +222,21 @@ def texts(results):
     tables = {"speed": speed_tables(results), "learning": learning_tables(results)}
     tables["machines"] = [machine_table(results)]
     parts = [table.markdown() for table in tables["speed"]]
-    parts += [f"![Speed](doc/artifacts/speed_{slug}.svg)" for slug in results["speed"]]
+    parts += [f"![Speed](artifacts/speed_{slug}.svg)" for slug in results["speed"]]
     markdown = "\n\n".join(parts)
     learned = [table.markdown() for table in tables["learning"]]
     learned += [f"![{caption}](artifacts/{name}.svg)" for name, caption in learning_pictures(results)]
     ends = {page: {name: curves.table(artifact(f"{name}.csv")) for name in names} for page, names in CURVES.items()}
     tables["curves"] = [table for shown in ends.values() for table in shown.values()]
-    pages = {"README.md": {"speed": markdown, "headline": headline(results)}}
+    pages = {"README.md": {"headline": headline(results)}, "doc/speed.md": {"speed": markdown}}
     pages["doc/results.md"] = {"learning": "\n\n".join(learned)}
     pages["doc/report.html"] = {name: "\n".join(table.html() for table in some) for name, some in tables.items()}
     pages["doc/report.html"]["headline"] = f"<p>{html.escape(headline(results))}</p>"
     for page, shown in ends.items():
         pages[page] = {f"curve {name}": table.markdown() for name, table in shown.items()}
     measured = ROOT / "results"
-    pages["doc/speed.md"] = {f"tricks of {algo}": ablation.text(algo, measured) for algo in ablation.TRICKS}
-    pages["doc/speed.md"] |= {
+    pages["doc/tricks.md"] = {f"tricks of {algo}": ablation.text(algo, measured) for algo in ablation.TRICKS}
+    pages["doc/tricks.md"] |= {
         "scaling": scaling.table(measured),
         "tips": tips.table(measured),
     }
@@ -246,7 +246,7 @@ def texts(results):
     pages["doc/many_runs.md"] |= {"population": population.table(measured)}
     counted = read(launches.DATA)
     pages["doc/many_runs.md"]["agents"] = launches.population_table(counted)
-    pages["doc/speed.md"]["launches"] = launches.table(counted)
+    pages["doc/counted_costs.md"] = {"launches": launches.table(counted)}
     return pages
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmark.studies.tips                 # all of them; two minutes
     python -m benchmark.studies.tips --tips no_item  # one
-    python -m benchmark.report                       # put them into doc/speed.md
+    python -m benchmark.report                       # put them into doc/tricks.md
 
 A tip is a function of this file. It returns two functions, before and after, that take nothing and return the same
 numbers.
