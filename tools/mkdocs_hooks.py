@@ -1,7 +1,8 @@
 """Hooks of mkdocs.yml: pages under doc/, written for GitHub, become a site.
 
 The first page is README.md, and doc/report.html is a page in the site's layout. A link to a file that is no page leads
-to `extra.source` in mkdocs.yml or, while that is empty, to a page that shows the file.
+to `extra.source` in mkdocs.yml or, while that is empty, to a page that shows the file. A link whose text is a page's
+file name shows the title that the navigation gives that page.
 """
 
 import os
@@ -14,6 +15,9 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.S | re.M)
 LINK = re.compile(r"(\]\(|(?:src|href)=\")([^)\"#\s:]+)(?=[)\"#])")
+LABEL = re.compile(r"\[(?:doc/)?(\w+)\.(?:md|html)\](?=\()")
+BADGE = re.compile(r"^(\[!\[|.*shields\.io).*\n", re.M)  # from another server
+ALERT = re.compile(r"^> \[!(\w+)\]\n((?:>.*\n)+)", re.M)  # a box on GitHub
 PAGES = {
     "README.md": "index.md",
     "doc/README.md": "index.md",
@@ -28,7 +32,7 @@ def on_files(files, config):
     """Add the first page, the report's, and those of the files that pages link to."""
     for file in [*files.documentation_pages()]:
         moved(file.content_string, file.src_uri, dirname(f"doc/{file.src_uri}"), config, files)
-    readme = re.sub(r"^\[!\[.*\n", "", (ROOT / "README.md").read_text(), flags=re.M)  # badges come from other servers
+    readme = BADGE.sub("", (ROOT / "README.md").read_text())
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     add(files, config, "index.md", f"---\nhide: [navigation]\n---\n{moved(readme, 'index.md', '', config, files)}")
     add(files, config, "contributing.md", moved(contributing, "contributing.md", "", config, files))
@@ -63,9 +67,25 @@ def moved(markdown, uri, folder, config, files):
             to = to.removesuffix("index.md").removesuffix(".md") + "/"
         return before + to
 
+    markdown = ALERT.sub(admonition, markdown)
     parts = CODE.split(markdown)
     parts[::2] = [LINK.sub(replaced, text) for text in parts[::2]]
-    return "".join(parts)
+    names = titles(config.nav)
+    return LABEL.sub(lambda match: f"[{names.get(f'{match[1]}.md', match[1])}]", "".join(parts))
+
+
+def admonition(match):
+    kind, lines = match.groups()
+    return f"!!! {kind.lower()}\n" + re.sub("^> ?", "    ", lines, flags=re.M)
+
+
+def titles(entries):
+    """What the navigation calls the pages."""
+    found = {}
+    for entry in entries:
+        for title, below in entry.items():
+            found |= titles(below) if isinstance(below, list) else {below: title}
+    return found
 
 
 def place(path, config, files):
