@@ -205,7 +205,7 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "dqn",
         "event recorded before the copy that it stands for",
-        "self.arriving.copy_(torch.cat(self.newest), non_blocking=True)  # one copy, not one per tensor\n"
+        "self.arriving.copy_(torch.cat(self.newest), non_blocking=True)  # one copy instead of one per tensor\n"
         "        self.arrived.record()",
         "self.arrived.record()\n        self.arriving.copy_(torch.cat(self.newest), non_blocking=True)",
         TRAINING,
