@@ -1,6 +1,6 @@
 """Learning curves: read from the events of runs, averaged over seeds, and drawn.
 
-Colors are those of Okabe and Ito (2008), which the color-blind tell apart; line styles say the same in black and white.
+Colors are from the color-blind safe palette of Okabe and Ito (2008); line styles distinguish curves in black and white.
 """
 
 import io
@@ -22,7 +22,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 LINES = ("-", "--", "-.", ":")
 LEGEND = {"loc": "outside lower center", "ncols": 5, "fontsize": 9, "handlelength": 3}
 SETTINGS = {
-    "svg.hashsalt": "leanrl",  # the same file each time
+    "svg.hashsalt": "leanrl",  # makes files reproducible
     "svg.fonttype": "none",
     "font.size": 11,
     "axes.spines.top": False,
@@ -43,7 +43,7 @@ def read_events(folder):
 
 
 def scalars(events, tag):
-    """What was logged under a tag, in order: entries with `step`, `value` and `wall_time`."""
+    """The logged values of a tag, in order: entries with `step`, `value` and `wall_time`."""
     return events.Scalars(tag) if tag in events.Tags()["scalars"] else []
 
 
@@ -54,10 +54,10 @@ def series(events, tag):
 
 
 def learning_curve(folders):
-    """Episodic returns of a run, as [step, seconds of training, mean return] of at most POINTS equal parts.
+    """Episodic returns of a run, as [step, seconds of training, mean return] for at most POINTS equal parts.
 
-    A run that was interrupted has several folders, in this order. Of a killed part, the
-    episodes from the step on at which the first one of the next part has ended do not count.
+    An interrupted run has multiple folders, in order. If a part was killed, its episodes after the first episode end
+    of the next part are ignored.
     """
     episodes = []
     before = 0.0
@@ -98,7 +98,7 @@ def end_of(curve):
 
 
 def late_speed(folder):
-    """Steps per second of a run: the median of the last half of its logs; None if it has logged nothing."""
+    """Steps per second of a run, the median over the last half of its logs; None if it has logged nothing."""
     _, speeds = series(read_events(folder), SPEED)
     return float(np.median(speeds[len(speeds) // 2 :])) if len(speeds) else None
 
@@ -109,14 +109,14 @@ def late_speed(folder):
 
 
 def moving_mean(values, window):
-    """Means over the `window` values up to each, fewer at the beginning."""
+    """Moving means over the last `window` values, fewer at the beginning."""
     sums = np.cumsum(values, dtype=float)
     sums[window:] -= sums[:-window].copy()
     return sums / np.minimum(np.arange(len(values)) + 1, window)
 
 
 def interquartile_mean(values, axis=-1):
-    """The mean of the middle half; values at its edges count in part (Agarwal et al. 2021, arXiv:2108.13264)."""
+    """The mean of the middle half, with partial weights at its edges (Agarwal et al. 2021, arXiv:2108.13264)."""
     values = np.moveaxis(np.sort(values, axis), axis, -1)
     count = values.shape[-1]
     places = np.arange(count)
@@ -125,7 +125,7 @@ def interquartile_mean(values, axis=-1):
 
 
 def middle_and_interval(curves):
-    """Interquartile mean over `curves`, (seeds, points), and a 95% bootstrap interval: its ends, each (points,)."""
+    """Interquartile mean over `curves` (seeds, points) and the ends of a 95% bootstrap interval, each (points,)."""
     from scipy.stats import bootstrap
 
     curves = np.asarray(curves, float)
@@ -138,14 +138,14 @@ def middle_and_interval(curves):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pictures
+# Figures
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def plot(axes, runs, label, color, line="-", x=lambda steps: steps):
-    """Draw runs of one setting, (steps, values) each: the interquartile mean as far as all go, and its 95% interval.
+    """Draw runs of one setting, each (steps, values): their interquartile mean, up to the shortest run, and 95% interval.
 
-    A single run is drawn as it is. `x` maps steps to the horizontal axis.
+    A single run is drawn unchanged. `x` maps steps to the horizontal axis.
     """
     look = {"color": color, "linestyle": line, "label": label}
     if len(runs) == 1:
@@ -163,10 +163,10 @@ def seeds(number):
 
 
 def learning_figure(title, groups, published, styles):
-    """Returns against steps and against wall-clock minutes.
+    """Draw returns against steps and against wall-clock minutes.
 
-    Minutes are those that the fastest seed took for as many steps: the others shared the machine with more.
-    `groups` are results by name, such as a mode's, with an entry in `styles` each. `published` is CleanRL's return,
+    Minutes are those of the fastest seed at the same step: other seeds shared the machine with more runs.
+    `groups` maps names, such as modes, to results; `styles` has an entry for each. `published` is CleanRL's return,
     such as "1442.64 ± 46.03", or "".
     """
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -194,18 +194,18 @@ def learning_figure(title, groups, published, styles):
 
 
 def require_picture(path):
-    """End the program if the argument `output` is no picture that can be written."""
+    """Exit if the argument `output` is not a picture file that can be written."""
     if path.suffix not in (".png", ".svg") or not path.parent.is_dir():
         refuse("output", path, "give a PNG or SVG file in a folder that exists")
 
 
 def svg(figure):
-    """A figure as the bytes of an SVG file without a date."""
+    """A figure as bytes of an SVG file, without a date."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return file.getvalue()
 
 
 def settings():
-    """The look of all pictures, as a context."""
+    """Context manager with the style of all figures."""
     return matplotlib.rc_context(SETTINGS)

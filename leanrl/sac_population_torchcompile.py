@@ -153,7 +153,7 @@ class Actor(nn.Module):
 
 
 class SACPopulation:
-    """The learners of all agents. CUDA graphs replay kernels and skip Python: all state that changes is in tensors.
+    """The learners of all agents. CUDA graphs replay kernels but no Python: state that changes is in tensors.
 
     Tensors have a leading agent dimension. No operation mixes agents: one that diverges does not affect the others.
     """
