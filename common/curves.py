@@ -143,7 +143,7 @@ def middle_and_interval(curves):
 
 
 def plot(axes, runs, label, color, line="-", x=lambda steps: steps):
-    """Draw runs of one setting, each (steps, values): their interquartile mean, up to the shortest run, and 95% interval.
+    """Draw runs of one setting, each (steps, values): interquartile mean, up to the shortest run, and 95% interval.
 
     A single run is drawn unchanged. `x` maps steps to the horizontal axis.
     """

@@ -29,7 +29,7 @@ class RandomBaseline(Instrument):
             returns = [episode.total for episode in episodes]
             env.close()
         except Exception as error:  # environments may raise anything
-            remedy = "leave it out, or correct what is wrong"
+            remedy = "leave it out, or correct the error"
             stop(f"--random-baseline {self.episodes}: cannot play {args.env_id} ({one_line(error)}); {remedy}")
         self.mean = float(np.mean(returns))
         self.deviation = float(np.std(returns))

@@ -59,7 +59,7 @@ class Cluster:
         for name, number in (("CPU", cpus), ("GPU", gpus)):
             there = [node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"]]
             if not 0 <= number <= max(there):
-                remedy = f"give at most {max(there):g}, what the largest machine has"
+                remedy = f"give at most {max(there):g}, as many as the largest machine has"
                 refuse(f"{name.lower()}s-per-run", number, remedy)
             if number:
                 self.slots = min(self.slots, sum(int(amount / number) for amount in there))

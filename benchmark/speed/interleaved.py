@@ -1,9 +1,9 @@
-"""Train with one script in time slices, interleaved with other processes: all of them see the same machine.
+"""Train with one script in time slices, interleaved with other processes, so that all run under equal conditions.
 
     python -m benchmark.speed.interleaved sac_continuous_action_torchcompile --compile
 
-is what rounds.py starts once for each mode. A line on standard output says that a slice is over, a line on standard
-input (by hand: Enter) begins the next one.
+rounds.py starts this once for each mode. A line on standard output reports the end of a slice. A line on standard input
+(by hand: Enter) starts the next one.
 """
 
 import json
@@ -18,7 +18,7 @@ from common.steady import Clock
 
 
 class TimeSlices:
-    """Divides a run into slices of at least a sixtieth of its steps, and counts steps and seconds within them."""
+    """Divides a run into slices of at least a sixtieth of its steps, and counts steps and seconds of each."""
 
     def __init__(self, total_timesteps):
         self.steps = total_timesteps // 60
@@ -26,10 +26,10 @@ class TimeSlices:
         self.done = []  # steps and seconds of each slice
         self.waited = 0.0
         self.channel = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what others print goes to the log
+        os.dup2(2, 1)  # other output goes to the log
 
     def __call__(self, step):
-        """To be called between environment steps, `step` so far: the first call, and the end of a slice, wait."""
+        """Call between environment steps, with the current `step`. The first call and the end of a slice wait."""
         now = time.perf_counter()
         if self.begin:
             if step - self.begin[0] < self.steps:
@@ -37,7 +37,7 @@ class TimeSlices:
             self.done.append((step - self.begin[0], now - self.begin[1]))
         print("over", file=self.channel, flush=True)
         if not sys.stdin.readline():
-            raise SystemExit("nobody is there any more to begin the next slice")
+            raise SystemExit("the process that starts the slices has ended")
         self.begin = (step, time.perf_counter())
         self.waited += self.begin[1] - now
 
@@ -50,7 +50,7 @@ class TimeSlices:
 
 
 def main(name, *flags, train=scripts.train):
-    """Train with the script `name` in time slices, which begin and end at logs, once the run is warm."""
+    """Train with the script `name` in time slices. These begin and end at logs, once the run is warm."""
     script = scripts.load(name)
     args = tyro.cli(script.Args, args=flags)
     slices = TimeSlices(args.total_timesteps)
@@ -64,7 +64,7 @@ def main(name, *flags, train=scripts.train):
     train(script, args, on_start=on_start)
     (clock,) = clocks
     path = clock.run.folder / "summary.json"
-    summary = json.loads(path.read_text())  # which has counted the others' slices too
+    summary = json.loads(path.read_text())  # its times include the slices of other processes
     summary |= {"steady_sps": slices.steps_per_second, "warmup_seconds": clock.warmup_seconds}
     summary |= {"wall_seconds": summary["wall_seconds"] - slices.waited}
     summary["slice_speeds"] = [steps / seconds for steps, seconds in slices.done]

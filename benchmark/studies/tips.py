@@ -1,11 +1,11 @@
-"""Tips for eager code: two ways to do the same, each timed on one thread.
+"""Tips for eager code: two ways to compute the same, both timed on one thread.
 
     python -m benchmark.studies.tips                 # all of them; two minutes
     python -m benchmark.studies.tips --tips no_item  # one
     python -m benchmark.report                       # put them into doc/speed.md
 
-A tip is a function of this file. It returns two functions, before and after, that take nothing and return the same
-numbers.
+A tip is a function in this file. It returns two functions, before and after, which take no arguments and return the
+same numbers.
 """
 
 from dataclasses import dataclass
