@@ -3,7 +3,7 @@
     python -m instruments --watch-gradients --random-baseline 10 -- leanrl/dqn_torchcompile.py --compile
 
 Flags of instruments go before the two dashes, the script and its own flags after them. Instruments can be combined.
-doc/debugging.md introduces them one by one.
+doc/debugging.md introduces each of them.
 
 `python -m instruments evaluate RUN` plays episodes with a finished run (`--help` shows its flags), and
 `python -m instruments probe SCRIPT` trains a script on environments with known answers.
