@@ -1,6 +1,6 @@
 """Deep Q-learning (DQN) for discrete actions, in plain PyTorch: Mnih et al. 2015, Nature 518, 529-533.
 
-The algorithm, its defaults and its implementation details are CleanRL's:
+The algorithm, its defaults and these details are CleanRL's:
 
 1. Targets come from a target network, which is copied from the Q-network every 500 steps (`DQN.update_target`).
 2. Exploration is epsilon-greedy with a linearly decaying epsilon (`epsilon`, `DQN.act`).

@@ -1,7 +1,7 @@
 """Proximal Policy Optimization (PPO) for Atari, in plain PyTorch: Schulman et al. 2017, arXiv:1707.06347.
 
-The algorithm and its defaults are CleanRL's. So are the details, after Huang et al. 2022, "The 37 implementation
-details of PPO", except for item 3 and for truncation, which is not termination here:
+The algorithm and its defaults are CleanRL's. So are most details, see Huang et al. 2022, "The 37 implementation details
+of PPO", but item 3 is not, and truncation is not termination here:
 
 1. Policy and value function share a convolutional network with orthogonal initialization (`Agent`).
 2. The loss of a life ends an episode, and rewards are clipped to -1, 0 or 1 (`make_pool`).

@@ -6,8 +6,8 @@ equals that of a single process on the joint minibatch of all ranks:
 1. All ranks start with the weights of rank 0, and each plays its share of the games (`train`).
 2. A minibatch consists of rows that each rank draws from its own. Advantages are normalized with sums over all ranks,
    one all-reduce per epoch (`PPO.learn_epoch`, `PPO.loss`).
-3. Gradient and losses are one vector, which takes one all-reduce per minibatch. This runs outside of any graph, between
-   computing the vector and the step of Adam (`PPO.compute_gradient`, `PPO.step`).
+3. Gradient and losses are one vector, which takes one all-reduce per minibatch. The all-reduce runs outside of graphs,
+   between the graph that computes the vector and the one with the step of Adam (`PPO.compute_gradient`, `PPO.step`).
 4. All ranks count all games and decide from the same numbers when to end. Only rank 0 writes files (`JointRun`).
 
     torchrun --nproc-per-node 8 leanrl/ppo_atari_multigpu_torchcompile.py --num-envs 64 --compile --cudagraphs

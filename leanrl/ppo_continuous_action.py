@@ -1,7 +1,7 @@
 """Proximal Policy Optimization (PPO) for continuous actions, in plain PyTorch: Schulman et al. 2017, arXiv:1707.06347.
 
-The algorithm and its defaults are CleanRL's. So are the details, after Huang et al. 2022, "The 37 implementation
-details of PPO", except that truncation is not termination and that environments share the running statistics:
+The algorithm and its defaults are CleanRL's. So are most details, see Huang et al. 2022, "The 37 implementation details
+of PPO", but truncation is not termination here, and environments share their running statistics:
 
 1. Advantages are estimated by GAE, which bootstraps the value at a truncation (`PPO.make_batch`).
 2. The change in value is clipped, like the probability ratio (`PPO.loss`).

@@ -1,6 +1,6 @@
 """Soft Actor-Critic (SAC) for discrete actions on Atari, in plain PyTorch: Christodoulou 2019, arXiv:1910.07207.
 
-The algorithm, its defaults and most implementation details are CleanRL's; games run in envpool:
+The algorithm, its defaults and most of these details are CleanRL's; games run in envpool:
 
 1. Expectations over actions are exact sums instead of samples (`SAC.update_critics`, `SAC.update_actor`).
 2. Two critics; target and actor use the smaller of their values (`SAC.update_critics`, `SAC.update_actor`).

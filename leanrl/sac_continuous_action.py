@@ -1,6 +1,6 @@
 """Soft Actor-Critic (SAC) for continuous actions, in plain PyTorch: Haarnoja et al. 2018, arXiv:1812.05905.
 
-The algorithm, its defaults and its implementation details are CleanRL's:
+The algorithm, its defaults and these details are CleanRL's:
 
 1. Two critics; the target uses the smaller of their values (`SAC.update`).
 2. The entropy coefficient is tuned to a target entropy of minus the number of action dimensions (`SAC.update_actor`).

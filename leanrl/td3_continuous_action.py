@@ -1,6 +1,6 @@
 """Twin Delayed DDPG (TD3) for continuous actions, in plain PyTorch: Fujimoto et al. 2018, arXiv:1802.09477.
 
-The algorithm, its defaults and its implementation details are CleanRL's:
+The algorithm, its defaults and these details are CleanRL's:
 
 1. Clipped double Q-learning: two critics; the target uses the smaller of their values (`TD3.update`).
 2. Delayed updates: the actor and the target networks are updated every `policy_frequency` updates (`TD3.update`).
