@@ -1,7 +1,7 @@
-"""Bugs that only a CUDA device shows, planted in copies of the scripts: each is caught by the test that is named.
+"""Bugs that show only on a CUDA device, planted in copies of the scripts: each is caught by the named test.
 
-CI plants one of each kind. All of them: `pytest -m "planted or thorough" tests/cuda/test_planted_bugs.py -s`. That the
-scripts as they are pass the same tests is tested where these are. doc/cuda_without_a_gpu.md counts the bugs by kind.
+CI plants one of each kind. To plant all: `pytest -m "planted or thorough" tests/cuda/test_planted_bugs.py -s`. The
+unchanged scripts pass the same tests in their own files. doc/cuda_without_a_gpu.md counts the bugs by kind.
 """
 
 import re

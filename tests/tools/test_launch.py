@@ -1,4 +1,4 @@
-"""`python -m launch` on Ray: runs are made as by hand, once each, and survive crashes, interrupts and dead machines."""
+"""`python -m launch` on Ray: runs equal those by hand, run once, and survive crashes, interrupts and dead machines."""
 
 import json
 import os
