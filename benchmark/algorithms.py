@@ -16,7 +16,7 @@ class Algorithm(NamedTuple):
     env_ids: tuple[str, ...]  # of learning runs
     flags: str = ""  # flags of the speed rounds, to reach steady state early
     atari: bool = False
-    peers: tuple[str, ...] = ("sb3", "sbx")  # Stable-Baselines3 and SBX, where they have the algorithm
+    peers: tuple[str, ...] = ("sb3", "sbx", "cleanrl", "leanrl-2024")  # of rounds.PEERS, those that have it
 
     @property
     def title(self):
@@ -45,7 +45,9 @@ ALGORITHMS = {
     ),
     "ppo_atari_envpool": Algorithm("PPO", BREAKOUT, 40_000, 16_000, 10 * MILLION, 350, 500, GAMES, atari=True),
     "dqn": Algorithm("DQN", CARTPOLE, 400_000, 150_000, MILLION // 2, 3700, 11_000, CLASSIC),
-    "dqn_atari": Algorithm("DQN", BREAKOUT, 14_000, 6_000, 10 * MILLION, 120, 150, GAMES, FULL_SOON, atari=True),
+    "dqn_atari": Algorithm(
+        "DQN", BREAKOUT, 14_000, 6_000, 10 * MILLION, 120, 150, GAMES, FULL_SOON, True, peers=("sb3", "sbx")
+    ),
     "sac_atari": Algorithm(
         "SAC-discrete", BEAM_RIDER, 4_000, 2_000, 5 * MILLION, 25, 30, (BEAM_RIDER,), FULL_SOON, True, peers=()
     ),

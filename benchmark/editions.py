@@ -58,10 +58,14 @@ def is_current(name, edition):
     return path is not None and fingerprint(path.read_text()) == edition
 
 
+def is_earlier(results):
+    """Whether any of `results` is from an earlier edition; failed results are ignored."""
+    return any(changed(result) != [] for result in results if "failed" not in result)
+
+
 def marked(name, results):
-    """A row's name, marked if any of its results is from an earlier edition; failed results are ignored."""
-    stale = any(changed(result) != [] for result in results if "failed" not in result)
-    return f"{name} ({EARLIER})" if stale else name
+    """A row's name, marked if any of its results is from an earlier edition."""
+    return f"{name} ({EARLIER})" if is_earlier(results) else name
 
 
 def about(results):

@@ -3,7 +3,7 @@
     ./run.sh --gpu-first-hour            # an hour at most; the same command resumes where it stopped
     ./run.sh --gpu-first-hour --dry-run  # print the commands
 
-doc/gpu_checklist.md explains the purpose and the expected result of each step. The output of a step is in
+doc/on_a_gpu.md explains the purpose and the expected result of each step. The output of a step is in
 runs/first_hour/<step>.txt. A step that has succeeded leaves <step>.done there and is not run again until that file is
 deleted. The exit code is 1 until all steps have succeeded. At the end, tables and figures are made from results/, as by
 `python -m benchmark.report`.

@@ -104,7 +104,7 @@ def late_speed(folder):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Several seeds
+# Multiple seeds
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -115,26 +115,12 @@ def moving_mean(values, window):
     return sums / np.minimum(np.arange(len(values)) + 1, window)
 
 
-def interquartile_mean(values, axis=-1):
-    """The mean of the middle half, with partial weights at its edges (Agarwal et al. 2021, arXiv:2108.13264)."""
-    values = np.moveaxis(np.sort(values, axis), axis, -1)
-    count = values.shape[-1]
-    places = np.arange(count)
-    weights = np.clip(np.minimum(places + 1, 0.75 * count) - np.maximum(places, 0.25 * count), 0, None)
-    return values @ weights / weights.sum()
-
-
-def middle_and_interval(curves):
-    """Interquartile mean over `curves` (seeds, points) and the ends of a 95% bootstrap interval, each (points,)."""
-    from scipy.stats import bootstrap
-
-    curves = np.asarray(curves, float)
-    middle = interquartile_mean(curves, axis=0)
-    if len(curves) == 1:
-        return middle, middle, middle
-    settings = {"axis": 0, "vectorized": True, "method": "percentile", "n_resamples": 2000}
-    interval = bootstrap((curves,), interquartile_mean, rng=np.random.default_rng(0), **settings).confidence_interval
-    return middle, interval.low, interval.high
+def mean_curve(runs):
+    """Steps and means of `runs`, each (steps, values), up to the shortest run; a single run is unchanged."""
+    if len(runs) == 1:
+        return runs[0]
+    grid = np.linspace(max(steps[0] for steps, _ in runs), min(steps[-1] for steps, _ in runs), POINTS)
+    return grid, np.mean([np.interp(grid, steps, values) for steps, values in runs], axis=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,20 +128,12 @@ def middle_and_interval(curves):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def plot(axes, runs, label, color, line="-", x=lambda steps: steps):
-    """Draw runs of one setting, each (steps, values): interquartile mean, up to the shortest run, and 95% interval.
-
-    A single run is drawn unchanged. `x` maps steps to the horizontal axis.
-    """
-    look = {"color": color, "linestyle": line, "label": label}
-    if len(runs) == 1:
-        ((steps, values),) = runs
-        axes.plot(x(np.asarray(steps)), values, **look)
-        return
-    grid = np.linspace(max(steps[0] for steps, _ in runs), min(steps[-1] for steps, _ in runs), POINTS // 2)
-    middle, low, high = middle_and_interval([np.interp(grid, steps, values) for steps, values in runs])
-    axes.plot(x(grid), middle, **look)
-    axes.fill_between(x(grid), low, high, color=color, alpha=0.15, linewidth=0)
+def plot(axes, runs, label, color, line="-"):
+    """Draw runs of one setting, each (steps, values), as thin lines, and their mean."""
+    if len(runs) > 1:
+        for run in runs:
+            axes.plot(*run, color=color, linestyle=line, linewidth=0.7, alpha=0.5)
+    axes.plot(*mean_curve(runs), color=color, linestyle=line, label=label)
 
 
 def seeds(number):
@@ -163,33 +141,24 @@ def seeds(number):
 
 
 def learning_figure(title, groups, published, styles):
-    """Draw returns against steps and against wall-clock minutes.
+    """Draw returns against steps.
 
-    Minutes are those of the fastest seed at the same step: other seeds shared the machine with more runs.
     `groups` maps names, such as modes, to results; `styles` has an entry for each. `published` is CleanRL's return,
     such as "1442.64 ± 46.03", or "".
     """
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    both = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(5.6, 4), layout="constrained")
+    axes = figure.subplots()
     for name, results in groups.items():
-        curves = [np.array(result["curve"]).T for result in results if result.get("curve")]  # steps, seconds, returns
-        if not curves:
-            continue
-        fastest_steps, seconds, _ = min(curves, key=lambda curve: curve[1][-1])
-        runs = [(steps, returns) for steps, _, returns in curves]
-        color, line, *_ = styles[name]
-        look = (f"{name}, {seeds(len(runs))}", color, line)
-        plot(both[0], runs, *look)
-        plot(both[1], runs, *look, x=lambda steps, a=fastest_steps, b=seconds: np.interp(steps, a, b) / 60)
+        runs = [np.array(result["curve"]).T for result in results if result.get("curve")]  # steps, seconds, returns
+        if runs:
+            plot(axes, [(steps, returns) for steps, _, returns in runs], f"{name}, {seeds(len(runs))}", *styles[name])
     if published:
         level = float(published.split(" ")[0])
-        for axes in both:
-            axes.axhline(level, color="#999999", linestyle=":", label=f"CleanRL at the end: {published}")
-    both[0].xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1M
-    both[0].set(xlabel="environment steps", ylabel="episodic return")
-    both[1].set(xlabel="wall-clock of the fastest seed, minutes")
-    figure.legend(*both[0].get_legend_handles_labels(), **LEGEND)
-    figure.suptitle(title)
+        axes.axhline(level, color="#999999", linestyle=":", label=f"CleanRL's table: {published}")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1M
+    axes.set(xlabel="environment steps", ylabel="episodic return")
+    axes.set_title(title, fontsize=11)
+    figure.legend(**LEGEND | {"ncols": 2})
     return figure
 
 

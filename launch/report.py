@@ -12,9 +12,9 @@ from launch.orders import folder_name
 from launch.worker import done_step, summaries
 
 HEADER = ("environment", "setting", "return", "of each seed", "steps", "steps/s", "minutes")
-ABOUT = """Returns are means over the last tenth of a run's steps, with the standard deviation over seeds. Lines are
-interquartile means over seeds, bands are 95% bootstrap intervals. Steps/s are the median of the logs in the second half
-of the last attempt. Minutes are those of training, added up over attempts, without those that were killed."""
+ABOUT = """Returns are means over the last tenth of a run's steps, with the standard deviation over seeds. Thin lines
+are seeds, and thick ones are their means. Steps/s are the median of the logs in the second half of the last attempt.
+Minutes are those of training, added up over attempts, without those that were killed."""
 PAGE = """\
 <!DOCTYPE html>
 <html lang="en">

@@ -160,7 +160,7 @@ def draw(
     level: float | None = None,
     level_name: str = "level",
 ):
-    """Draw each experiment's moving means over `window` rows: the interquartile mean over seeds and its 95% interval.
+    """Draw each experiment's moving means over `window` rows: each seed, and the mean over seeds.
 
     The mean of a random policy's returns is a dashed line, and so is `level`, such as a target.
     """
@@ -184,7 +184,7 @@ def draw(
         axes.axhline(level, color="black", linestyle="--", label=f"{level_name}: {level}")
     apart = np.median(np.concatenate([np.diff(steps) for steps, _ in runs.values()]))
     mean_of = f"\nmoving mean over {window * apart:,.0f} steps" if window > 1 else ""
-    explained = ": interquartile means, 95% intervals" if any(len(own) > 1 for own in groups.values()) else ""
+    explained = "; thin lines are seeds, thick ones their means" if any(len(own) > 1 for own in groups.values()) else ""
     axes.set(xlabel=f"environment steps{explained}", ylabel=f"{name}{mean_of}", title=env_id)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=9)

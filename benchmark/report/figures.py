@@ -1,93 +1,133 @@
-"""Draw results for the report: speeds, learning curves and load. Hatches tell modes apart in black and white."""
+"""Draw results: speeds, learning curves, and return against minutes for README."""
 
 from typing import NamedTuple
 
+import matplotlib
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from benchmark.algorithms import named
 from benchmark.published import cleanrl
+from benchmark.report.data import LEANRL, compared, speed, with_curve
 from common import curves
+from common.machine import describe
 
-STYLES = {  # color, line style, hatch
-    "plain": ("#000000", "-", ""),
-    "eager": ("#E69F00", "--", "//"),
-    "compile": ("#0072B2", "-.", "\\\\"),
-    "cudagraphs": ("#009E73", ":", "xx"),
-    "compile+cudagraphs": ("#D55E00", (0, (5, 1)), "--"),
-    "sb3": ("#56B4E9", (0, (1, 1)), "||"),
-    "sbx": ("#CC79A7", (0, (3, 1, 1, 1)), "++"),
+COLORS = {  # by mode
+    "plain": "#000000",
+    "eager": "#E69F00",
+    "compile": "#D55E00",
+    "cudagraphs": "#0072B2",
+    "compile+cudagraphs": "#D55E00",
+    "sb3": "#56B4E9",
+    "sbx": "#CC79A7",
+    "cleanrl": "#009E73",
 }
-STYLES |= {  # with MKL unlocked
-    "plain+mkl": ("#666666", "--", ""),
-    "eager+mkl": ("#E69F00", "-", ""),
-    "compile+mkl": ("#0072B2", "-", ""),
-    "sb3+mkl": ("#56B4E9", "-", ""),
+STYLES = {mode: (color, "-") for mode, color in COLORS.items()}
+STYLES |= {f"{mode}+mkl": (color, "--") for mode, color in COLORS.items()}
+LOOKS = {  # color and hatch by column: hatches tell bars apart in black and white
+    "plain": ("#000000", ""),
+    LEANRL: ("#D55E00", ""),
+    "SB3": ("#56B4E9", "//"),
+    "SBX": ("#CC79A7", "\\\\"),
+    "CleanRL": ("#009E73", ".."),
 }
+PLACES = [(6, 0, "left")]  # of a name, in points from the end of its line: the nearest first
+PLACES += [
+    (dx, dy, side) for dy in (14, -14, 28, -28, 42, -42, 56, -56, 70, -70) for dx, side in ((6, "left"), (-6, "right"))
+]
+MINUTES = "return_against_minutes"
 
 
 class Picture(NamedTuple):
-    kind: str  # "speed", "learning" or "load"
+    kind: str  # "speed", "learning" or "minutes"
     caption: str
     svg: bytes
 
 
-def speed_ratios(results):
-    """Speed over plain's of the same round, of each result that has both."""
-    pairs = [(result["summary"]["steady_sps"], result["plain"]["steady_sps"]) for result in results]
-    return [fast / base for fast, base in pairs if fast and base]
-
-
-def speed_bars(groups):
-    """Ratios to plain by algorithm and mode, with their range over seeds."""
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    all_ratios = [{mode: speed_ratios(done(results)) for mode, results in group.items()} for group in groups.values()]
-    measured = [[mode for mode in STYLES if ratios.get(mode)] for ratios in all_ratios]
-    width = 0.8 / max(1, *map(len, measured))
-    for mode, (color, _, hatch) in STYLES.items():
-        own = [i for i, modes in enumerate(measured) if mode in modes]
-        if not own:
-            continue
-        places = [i + (measured[i].index(mode) + 0.5 - len(measured[i]) / 2) * width for i in own]
-        ratios = [all_ratios[i][mode] for i in own]
-        middle = np.array([np.median(some) for some in ratios])
-        error = [middle - [min(some) for some in ratios], [max(some) for some in ratios] - middle]
-        look = {"facecolor": "white" if hatch else color, "edgecolor": color, "hatch": hatch, "label": mode}
-        axes.bar(places, middle, width, yerr=error, capsize=2, **look)
-    names = [named(*group).replace(", ", "\n") for group in groups]
-    axes.set_xticks(range(len(groups)), names, fontsize=8)
-    axes.set(ylabel="speed, ratio to plain")
-    axes.grid(axis="x", visible=False)
-    figure.legend(**curves.LEGEND)
+def speed_bars(title, groups):
+    """Steps per second: a panel for each algorithm, a bar for each of those that README compares."""
+    measured = {key: {name: speed(own) for name, own in compared(modes).items()} for key, modes in groups.items()}
+    measured = {key: {name: value for name, value in own.items() if value} for key, own in measured.items()}
+    measured = {key: own for key, own in measured.items() if own}
+    columns = min(4, max(1, len(measured)))
+    rows = -(-max(1, len(measured)) // columns)
+    figure = Figure(figsize=(max(2.2 * columns, 4.4), 2.1 * rows + 0.6), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    bars = {}
+    for axes, (key, own) in zip(panels, measured.items(), strict=False):
+        names = [name for name in LOOKS if name in own]
+        for i, name in enumerate(names):
+            color, hatch = LOOKS[name]
+            bars[name] = axes.bar(i, own[name], 0.85, color="white" if hatch else color, edgecolor=color, hatch=hatch)
+            axes.bar_label(bars[name], [f"{own[name]:,.0f}"], fontsize=8, padding=1)
+        axes.set_title(named(*key), fontsize=9)
+        axes.set(xticks=[], yticks=[], ylim=(0, 1.12 * max(own.values())))
+        axes.spines["left"].set_visible(False)
+        axes.grid(visible=False)
+    for axes in panels[len(measured) :]:
+        axes.set_axis_off()
+    known = [name for name in LOOKS if name in bars]
+    figure.legend([bars[name] for name in known], known, **curves.LEGEND | {"handlelength": 1.5})
+    figure.suptitle(title, fontsize=10)
     return figure
 
 
-def load_curves(title, tables):
-    """How busy processor and card were over a run: `tables` are the monitor's by mode."""
-    names = {"cores": "processor, cores", "gpu_percent": "card, % of time"}
-    columns = [name for name in names if any(name in table["columns"] for table in tables.values())]
-    figure = Figure(figsize=(8, 3 * len(columns)), layout="constrained")
-    rows = figure.subplots(len(columns), squeeze=False)
-    for axes, column in zip(rows[:, 0], columns, strict=True):
-        for mode, table in tables.items():
-            color, style, _ = STYLES[mode]
-            samples = np.array(table["rows"])
-            axes.plot(samples[:, 0], samples[:, table["columns"].index(column)], color=color, ls=style, label=mode)
-        axes.set(xlabel="seconds of the mode's own slices", ylabel=names[column], ylim=(0, None))
-    figure.legend(*rows[0, 0].get_legend_handles_labels(), **curves.LEGEND)
-    figure.suptitle(title)
+def minutes_figure(title, panels):
+    """Return against minutes: `panels` are learning runs by column, {panel's title: {column: runs}}.
+
+    Thin lines are seeds. Thick ones are means over seeds of return and minutes at equal steps.
+    """
+    figure = Figure(figsize=(5 * max(len(panels), 1.4), 3.8), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    figure.suptitle(title, fontsize=11)
+    all_axes[0].set_ylabel("episodic return")
+    for axes, (name, columns) in zip(all_axes, panels.items(), strict=True):
+        means = {}
+        for column, runs in columns.items():
+            color, _ = LOOKS[column]
+            own = [np.array(run["curve"]).T for run in runs]  # steps, seconds, returns
+            for _, seconds, returns in own:
+                axes.plot(seconds / 60, returns, color=color, linewidth=0.7, alpha=0.45)
+            _, seconds = curves.mean_curve([(steps, seconds) for steps, seconds, _ in own])
+            _, returns = curves.mean_curve([(steps, returns) for steps, _, returns in own])
+            (means[column],) = axes.plot(seconds / 60, returns, color=color, linewidth=2.2, zorder=3)
+        axes.set_title(name, fontsize=11)
+        axes.set(xlabel="minutes", xlim=(0, 1.2 * max(line.get_xdata()[-1] for line in means.values())))
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high + 0.12 * (high - low))
+        label_ends(figure, axes, means)
     return figure
 
 
-def done(results):
-    """Those of `results` that did not fail."""
-    return [result for result in results if "summary" in result]
+def label_ends(figure, axes, lines):
+    """Name lines where they end: beside the end, or as near as neither a name nor a line is. `lines` are by name."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()
+    paths = [axes.transData.transform(line.get_xydata()) for line in lines.values()]
+    inside = axes.get_window_extent()
+    taken = []
 
+    def is_free(box):
+        own = inside.y0 < box.y0 and box.y1 < inside.y1 and not any(other.overlaps(box) for other in taken)
+        return own and not any(box.count_contains(path) for path in paths)
 
-def has_curve(runs):
-    """Whether any of `runs` has ended an episode."""
-    return any(run.get("curve") for run in runs)
+    for name, line in sorted(lines.items(), key=lambda item: item[1].get_xdata()[-1]):
+        for dx, dy, side in (*PLACES, PLACES[0]):
+            leader = {"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.7} if dy else None
+            look = {"color": line.get_color(), "fontweight": "bold", "ha": side, "va": "center", "arrowprops": leader}
+            end = line.get_xydata()[-1]
+            text = axes.annotate(name, end, (dx, dy), textcoords="offset points", zorder=4, **look)
+            text.set_in_layout(False)
+            text.update_positions(renderer)
+            box = Text.get_window_extent(text, renderer)  # without the leader
+            if is_free(box):
+                break
+            text.remove()
+        else:
+            axes.add_artist(text)
+        taken.append(box)
 
 
 def picture_name(kind, slug, algo, env_id):
@@ -100,21 +140,25 @@ def draw(groups):
     drawn = {}
     with curves.settings():
         for slug, own in groups["speed"].items():
-            drawn[f"speed_{slug}"] = Picture(
-                "speed", "Speed of all modes, as a ratio to plain", curves.svg(speed_bars(own))
-            )
-        for kind, by_machine in groups.items():
-            for slug, own in by_machine.items():
-                for (algo, env_id), modes in own.items():
-                    title = named(algo, env_id)
-                    if kind == "learning" and any(has_curve(runs) for runs in modes.values()):
-                        picture = curves.svg(curves.learning_figure(title, modes, cleanrl(algo, env_id), STYLES))
-                        caption = f"{title}: return against steps and time"
-                        drawn[picture_name(kind, slug, algo, env_id)] = Picture(kind, caption, picture)
-                    tables = {mode: done(runs)[0].get("monitor") for mode, runs in modes.items() if done(runs)}
-                    tables = {mode: table for mode, table in tables.items() if table and table["rows"]}
-                    if tables:
-                        load = curves.svg(load_curves(f"{title}, {kind}", tables))
-                        caption = f"{title}: load of the machine"
-                        drawn[picture_name(f"load_{kind}", slug, algo, env_id)] = Picture("load", caption, load)
+            where = machine_of(own)
+            picture = curves.svg(speed_bars(f"steps per second, {where}", own))
+            drawn[f"speed_{slug}"] = Picture("speed", f"Steps per second on {where}", picture)
+        for slug, own in groups["learning"].items():
+            for (algo, env_id), modes in own.items():
+                modes = {mode: with_curve(runs) for mode, runs in modes.items() if with_curve(runs)}
+                if modes:
+                    title = f"{named(algo, env_id)}; {machine_of(own)}"
+                    picture = curves.svg(curves.learning_figure(title, modes, cleanrl(algo, env_id), STYLES))
+                    drawn[picture_name("learning", slug, algo, env_id)] = Picture("learning", title, picture)
     return drawn
+
+
+def machine_of(groups):
+    """The machine of results by algorithm and mode, in words."""
+    return describe(next(result for modes in groups.values() for own in modes.values() for result in own)["machine"])
+
+
+def draw_minutes(title, panels):
+    """README's picture, whose letters are drawn, since their widths decide where they are."""
+    with curves.settings(), matplotlib.rc_context({"svg.fonttype": "path"}):
+        return Picture("minutes", f"Return against minutes, {title}", curves.svg(minutes_figure(title, panels)))

@@ -21,6 +21,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -33,7 +34,7 @@ from tqdm import tqdm
 from benchmark import editions
 from benchmark.algorithms import ALGORITHMS
 from benchmark.results import RESULTS, read, store
-from benchmark.speed import rounds
+from benchmark.speed import checkouts, rounds
 from benchmark.speed.monitor import Monitor
 from common import ROOT
 from common.arguments import check, distinct, from_low, refuse, stop
@@ -41,6 +42,7 @@ from common.curves import learning_curve
 from common.folders import locked, writable
 from common.machine import machine, slug
 from common.processes import SECONDS_TO_STOP, end, start, undisturbed
+from common.slices import SLICES
 from tools import mkl_on_amd
 
 try:
@@ -60,8 +62,8 @@ class Args(rounds.RunArgs):
     env_ids: tuple[str, ...] | None = None
     """environments, for all algorithms (by default each algorithm's in algorithms.py)"""
     modes: tuple[str, ...] | None = None
-    """modes to run, and peers: sb3 and sbx (by default all; --quick without peers; --learn plain and the fastest);
-    what this machine has no CUDA device or no packages for is left out"""
+    """modes to run, and peers: sb3, sbx, cleanrl and leanrl-2024 (by default all; --quick without peers; --learn plain
+    and the fastest); a mode that needs a CUDA device or packages that are not there is left out"""
     mkl_on_amd: bool = False
     """also measure modes with tools/mkl_on_amd.py, which speeds up matmuls on AMD processors"""
     seeds: tuple[int, ...] | None = None
@@ -180,22 +182,30 @@ class LearningRun(Job):
     learn = True
 
     def command(self, mode):
-        script, *flags = self.programs[mode][len(rounds.INTERLEAVED) :]
-        return rounds.command(self.args, [f"leanrl/{script}.py", *flags], self.seed, self.folder(mode))
+        if mode.removesuffix(rounds.MKL) in rounds.PEERS:
+            program = [word for word in self.programs[mode] if word != SLICES]
+        else:
+            script, *flags = self.programs[mode][len(rounds.INTERLEAVED) :]
+            program = [f"leanrl/{script}.py", *flags]
+        return rounds.command(self.args, program, self.seed, self.folder(mode))
 
     def start(self):
-        """Start to train, or resume what was interrupted."""
+        """Start to train with empty caches, or resume a script of ours that was interrupted."""
         (self.mode,) = self.modes
         self.monitor = Monitor(self.args.monitor)
-        script, *flags = self.command(self.mode)
+        words = self.command(self.mode)
         summary = self.summary(self.mode)
-        if summary and steps_of(summary) < self.args.total_timesteps:
-            flags.append(f"--resume={summary.parent}")
+        ours = words[0].startswith("leanrl/")
+        if ours:
+            words[0] = ROOT / words[0]
+        if ours and summary and steps_of(summary) < self.args.total_timesteps:
+            words.append(f"--resume={summary.parent}")
         else:
             self.clear()
-        log = self.folder(self.mode) / "log.txt"
-        self.process = start([ROOT / script, *flags], log, env=os.environ | rounds.environment(self.mode))
         self.watching = contextlib.ExitStack()
+        caches = self.watching.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        variables = os.environ | rounds.cold(Path(caches)) | rounds.environment(self.mode)
+        self.process = start(words, self.folder(self.mode) / "log.txt", env=variables)
         self.watching.enter_context(self.monitor.watching(self.mode, self.process.pid))
 
     def statuses(self):
@@ -228,6 +238,7 @@ class LearningRun(Job):
             parts = self.parts(mode)
             seconds = [read(part)["wall_seconds"] for part in parts]
             result["summary"]["wall_seconds"] = sum(seconds)
+            result["cache"] = "cold"
             result["curve"] = learning_curve([part.parent for part in parts])
         return result
 
@@ -352,6 +363,11 @@ def missing(mode):
     if mode in rounds.MKL_MODES and not mkl_on_amd.is_for_this_machine():
         return "Linux on x86"
     mode = mode.removesuffix(rounds.MKL)
+    if mode in checkouts.VARIABLES:
+        variable = checkouts.VARIABLES[mode]
+        return (
+            None if checkouts.python(mode) else f"{variable}, the folder of a checkout (benchmark/speed/checkouts.py)"
+        )
     if mode in rounds.PEERS and not find_spec(rounds.PEER_MODULES[mode]):
         return "requirements/peers.txt"
     if mode == "sbx" and torch.cuda.is_available() and not entry_points(group="jax_plugins"):
@@ -380,7 +396,7 @@ def complete(args):
     from_low(1, args, "total_timesteps", "num_envs")
     from_low(0, args, "seeds")
     check_names(args.env_ids or ())
-    known = dict.fromkeys(rounds.MODES if args.learn else rounds.MODES | rounds.PEERS)
+    known = dict.fromkeys(rounds.MODES | rounds.PEERS)
     with_mkl = dict.fromkeys(mode for mode in rounds.MKL_MODES if mode.removesuffix(rounds.MKL) in known)
     check("modes", args.modes or (), known | with_mkl)
     for name in ("flags", "num_envs"):

@@ -4,8 +4,8 @@
     python -m benchmark.speed.peers --settings
 
 The peers are sb3, Stable-Baselines3 with sb3-contrib, in PyTorch, and sbx, the same algorithms in JAX. They are
-measured interleaved with the modes of this repository. --settings prints the settings of each algorithm side by side:
-ours, and what the peers' models say of themselves.
+measured interleaved with the modes of this repository. checkouts.py runs CleanRL. --settings
+prints the settings of each algorithm side by side: ours, and those that the peers' models report.
 """
 
 import copy
@@ -24,12 +24,14 @@ import numpy as np
 import torch
 import tyro
 from torch import nn
+from torch.utils.tensorboard import SummaryWriter
 
 from benchmark.algorithms import ALGORITHMS
-from benchmark.speed.interleaved import TimeSlices
 from benchmark.speed.rounds import PEER_MODULES
 from common.arguments import refuse, stop
+from common.curves import RETURN
 from common.scripts import load, optimizers_of
+from common.slices import SLICES, TimeSlices
 from common.tables import Table
 
 try:
@@ -140,16 +142,20 @@ class Encoder(BaseFeaturesExtractor):
         return self.encoder(obs)
 
 
-class Clock(BaseCallback):
-    """Ends time slices where a rollout begins, once the agent has learned for a while."""
+class Watch(BaseCallback):
+    """Logs returns as our scripts do. With `slices`, ends time slices where a rollout begins, once the agent learns."""
 
-    def __init__(self, total_timesteps):
+    def __init__(self, folder, slices=None):
         super().__init__()
-        self.slices = TimeSlices(total_timesteps)
+        self.writer = SummaryWriter(str(folder))
+        self.slices = slices
         self.start = time.perf_counter()
         self.learned_step = self.warmup_seconds = None
 
     def _on_step(self):
+        for info in self.locals["infos"]:
+            if "episode" in info:
+                self.writer.add_scalar(RETURN, float(info["episode"]["r"]), self.num_timesteps)
         return True
 
     def _on_rollout_start(self):
@@ -161,7 +167,8 @@ class Clock(BaseCallback):
             return
         if self.warmup_seconds is None:
             self.warmup_seconds = time.perf_counter() - self.start
-        self.slices(self.num_timesteps)
+        if self.slices:
+            self.slices(self.num_timesteps)
 
 
 def check_args(peer, script, args):
@@ -210,6 +217,11 @@ def hidden_layers(peer, algo, learner):
     return [] if (peer, algo) == ("sb3", "dqn_atari") else widths
 
 
+def libraries(algo):
+    """The peers that are packages, for an algorithm."""
+    return [peer for peer in PACKAGES if peer in ALGORITHMS[algo].peers]
+
+
 def has_memory(algo):
     return algo == "ppo_lstm"
 
@@ -255,17 +267,23 @@ def make_model(peer, algo, script, args, device):
 
 
 def train(peer, algo, *flags):
-    """Train one peer with `flags` of our script `algo`, in time slices, and write summary.json as the scripts do."""
-    if algo not in CLASSES or peer not in ALGORITHMS[algo].peers:
-        choices = f"{' or '.join(PEER_MODULES)}, and one of {', '.join(CLASSES)}"
+    """Train one peer with `flags` of our script `algo`, and write summary.json as the scripts do.
+
+    With the flag --slices it takes turns with other processes.
+    """
+    if algo not in CLASSES or peer not in libraries(algo):
+        choices = f"{' or '.join(PACKAGES)}, and one of {', '.join(CLASSES)}"
         stop(f"peers.py {peer} {algo}: choose {choices}")
     script = load(algo)
-    args = tyro.cli(script.Args, args=flags)
+    args = tyro.cli(script.Args, args=[flag for flag in flags if flag != SLICES])
     check_args(peer, script, args)
     device = prepare(script, args)
+    folder = Path(args.run_dir) / f"{args.env_id}__{peer}__{args.seed}__{time.time_ns()}"
+    slices = TimeSlices(args.total_timesteps) if SLICES in flags else None
+    watch = Watch(folder, slices)
     model = make_model(peer, algo, script, args, device)
-    clock = Clock(args.total_timesteps)
-    model.learn(args.total_timesteps, callback=clock, log_interval=None)
+    model.learn(args.total_timesteps, callback=watch, log_interval=None)
+    watch.writer.close()
     returns = [episode["r"] for episode in model.ep_info_buffer][-20:]
     summary = {
         "script": f"{type(model).__module__.split('.')[0]}.{type(model).__name__}",
@@ -276,13 +294,11 @@ def train(peer, algo, *flags):
         "matmul_precision": args.matmul_precision,
         "global_step": model.num_timesteps,
         "episodic_return": float(np.mean(returns)) if returns else None,
-        "steady_sps": clock.slices.steps_per_second,
-        "warmup_seconds": clock.warmup_seconds,
-        "wall_seconds": time.perf_counter() - clock.start - clock.slices.waited,
+        "steady_sps": slices.steps_per_second if slices else None,
+        "warmup_seconds": watch.warmup_seconds,
+        "wall_seconds": time.perf_counter() - watch.start - (slices.waited if slices else 0),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES[peer]},
     }
-    folder = Path(args.run_dir) / f"{args.env_id}__{peer}__{args.seed}__{time.time_ns()}"
-    folder.mkdir(parents=True)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2))
 
 
@@ -455,7 +471,7 @@ def settings(algo):
         args.buffer_size = 1000  # the peers take memory for all of it
     prepare(script, args)
     columns = {"ours": our_settings(algo, script, args)}
-    columns |= {peer: peer_settings(peer, algo, script, args) for peer in ALGORITHMS[algo].peers}
+    columns |= {peer: peer_settings(peer, algo, script, args) for peer in libraries(algo)}
     if small_buffer:
         for rows in columns.values():
             del rows["buffer_size"]
@@ -469,7 +485,7 @@ def tables():
         columns = settings(algo)
         rows = []
         for row, ours in columns["ours"].items():
-            theirs = [columns[peer][row] for peer in ALGORITHMS[algo].peers]
+            theirs = [columns[peer][row] for peer in libraries(algo)]
             rows.append([row, ours, *(setting if setting == ours else f"**{setting}**" for setting in theirs)])
         notes = [f"- {peers}: {note}" for key, peers, note in NOTES if key in (algo, name)]
         pages.append("\n".join([f"### {algo}\n", Table("", ("", *columns), rows).markdown(), "", *notes]))

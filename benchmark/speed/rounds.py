@@ -1,8 +1,8 @@
 """Rounds: the modes of one algorithm train with one seed, each in a process of its own, in interleaved time slices.
 
 Once warm they train from log to log for at least a sixtieth of the steps at a time (interleaved.py), so that a machine
-that slows down for a while slows all of them. Compiled modes start with an empty compiler cache: warm-up is what a
-first run waits for. A mode that crashes leaves the others alone.
+that slows down for a while slows all of them. Every mode starts with empty caches, so warm-up is that
+of a first run. A mode that crashes leaves the others alone.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from benchmark.results import read
 from benchmark.speed.monitor import Monitor
 from common.arguments import refuse
 from common.processes import end, start
+from common.slices import SLICES
 from tools import mkl_on_amd
 
 INTERLEAVED = ("-m", "benchmark.speed.interleaved")
@@ -34,6 +35,8 @@ MODES |= {mode: (*INTERLEAVED, "{algo}_torchcompile", *flags) for mode, flags in
 PEERS = {  # measured where they are installed
     "sb3": ("-m", "benchmark.speed.peers", "sb3", "{algo}"),
     "sbx": ("-m", "benchmark.speed.peers", "sbx", "{algo}"),
+    "cleanrl": ("-m", "benchmark.speed.checkouts", "cleanrl", "{algo}"),
+    "leanrl-2024": ("-m", "benchmark.speed.checkouts", "leanrl-2024", "{algo}"),
 }
 PEER_MODULES = {"sb3": "stable_baselines3", "sbx": "sbx"}
 MKL = "+mkl"  # the end of a mode's name: the same with the library of tools/mkl_on_amd.py preloaded
@@ -93,13 +96,19 @@ def alternating(modes, i):
 
 def programs_of(algo, modes):
     """Programs by mode: the words behind `python`, flags that all modes share left out."""
-    programs = MODES | PEERS
+    programs = MODES | {name: (*program, SLICES) for name, program in PEERS.items()}
     return {mode: [word.format(algo=algo) for word in programs[mode.removesuffix(MKL)]] for mode in modes}
 
 
 def environment(mode):
     """What a mode adds to the environment variables."""
     return {"LD_PRELOAD": str(mkl_on_amd.library())} if mode.endswith(MKL) else {}
+
+
+def cold(folder):
+    """Environment variables with which nothing that was compiled before is found: caches and home are in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TMPDIR", "HOME", "XDG_CACHE_HOME"), str(folder))
 
 
 def command(args, program, seed, folder):
@@ -134,7 +143,7 @@ def run_round(args, programs, seed, on_slice=lambda name: None):
         try:
             for name, program in programs.items():
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-                variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{name}"} | environment(name)
+                variables = os.environ | cold(Path(caches, name)) | environment(name)
                 words = command(args, program, seed, folders[name])
                 processes[name] = start(words, folders[name] / "log.txt", env=variables, **pipes)
                 wait(name)

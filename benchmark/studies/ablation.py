@@ -3,7 +3,7 @@
     python -m benchmark.studies.ablation --verify  # the copies learn the same, up to rounding; a minute
     python -m benchmark.studies.ablation           # measure; an hour and a half on 2 cores
     python -m benchmark.studies.ablation --algos dqn --modes compile
-    python -m benchmark.report                     # put the results into doc/speed.md
+    python -m benchmark.report                     # put the results into doc/tricks.md
 
 A trick is removed by editing the script's text, since the scripts have no switches. A round trains the script and all
 of its copies, interleaved (speed/rounds.py). The value of a trick is the speed of the script over that of the copy

@@ -2,7 +2,7 @@
 
     python -m benchmark.studies.scaling                # all scripts; an hour on 2 cores
     python -m benchmark.studies.scaling --algos dqn --no-compile --results /tmp/eager
-    python -m benchmark.report                         # put the results into doc/speed.md, and draw them
+    python -m benchmark.report                         # put the results into doc/tricks.md, and draw them
 
 The bounds are measured in the same process: the environments alone, with random actions, and the matmuls and
 convolutions of an update alone, in the same shapes and on tensors in the cache.

@@ -2,7 +2,7 @@
 
     python -m benchmark.studies.tips                 # all of them; two minutes
     python -m benchmark.studies.tips --tips no_item  # one
-    python -m benchmark.report                       # put them into doc/speed.md
+    python -m benchmark.report                       # put them into doc/tricks.md
 
 A tip is a function in this file. It returns two functions, before and after, which take no arguments and return the
 same numbers.

@@ -330,7 +330,7 @@ def test_without_memory_a_maze_is_not_learned(kind, tmp_path):
 
 @pytest.mark.finding
 def test_with_an_open_forget_gate_an_lstm_remembers_for_50_steps(tmp_path):
-    """Within so many steps not with every seed, as doc/ppo.md says; without the edit with none that was tried."""
+    """Within so many steps not with every seed, as doc/ppo_lstm.md says; without the edit with none that was tried."""
     script = edited("a forget gate that starts open", "turbo", tmp_path)
     settings = LONG_MAZE | {"total_timesteps": 250_000, "seed": 3}
     assert returns_in_the_maze(script, tmp_path / "runs", **settings) > 0.8

@@ -596,7 +596,7 @@ def test_a_gru_remembers_for_50_steps(tmp_path):
 
 @pytest.mark.parametrize("task", ["RepeatPrevious", "PositionOnlyCartPole", "PositionOnlyPendulum"])
 def test_popgym(script, task, tmp_path):
-    """The tasks of doc/ppo.md train, by the names that it gives them, and resume."""
+    """The tasks of doc/ppo_lstm.md train, by the names that it gives them, and resume."""
     pytest.importorskip("popgym")
     args = script.Args(env_id=f"popgym:popgym-{task}Easy-v0", run_dir=str(tmp_path), total_timesteps=64, **TINY)
     script.train(args)
@@ -621,14 +621,14 @@ def accepted(script, env_id):
 
 
 def test_which_of_popgyms_tasks_fit(script, tmp_path, monkeypatch):
-    """As doc/ppo.md says, whose wrappers help with what does not."""
+    """As doc/ppo_lstm.md says, whose wrappers help with what does not."""
     pytest.importorskip("popgym")
     names = [name for name in gym.registry if re.fullmatch(r"popgym-\w+(Easy|Medium|Hard)-v0", name)]
     names = [name for name in names if "Labyrinth" not in name]  # needs mazelib
     refused = {name.split("-")[1] for name in names if not accepted(script, name)}
     games = ("Battleship", "MineSweeper")
     assert len(names) == 42 and refused == {f"{game}{level}" for game in games for level in ("Easy", "Medium", "Hard")}
-    page = (Path(__file__).parents[2] / "doc" / "ppo.md").read_text()
+    page = (Path(__file__).parents[2] / "doc" / "ppo_lstm.md").read_text()
     (module,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.M | re.S)
     (tmp_path / "my_tasks.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)

@@ -32,7 +32,7 @@ STUDIES = (*LOCKED, population, scaling, tips)
 def program(path, body):
     """A stand-in for a training process: `body` may use `slices`, which have 10 steps each."""
     imports = f"import os, sys, time\nsys.path.append({str(ROOT)!r})\n"
-    imports += "from benchmark.speed.interleaved import TimeSlices\n"
+    imports += "from common.slices import TimeSlices\n"
     path.write_text(f"{imports}slices = TimeSlices(600)\n{body}")
     return path
 
@@ -170,7 +170,7 @@ def test_bad_input(capsys):
         assert refused(capsys, matrix.main, matrix.Args(dry_run=True, **changed)).startswith(f"error: {said}")
     line = refused(capsys, matrix.main, matrix.Args(algos=("a2c",)))
     assert line.startswith("error: --algos a2c: choose from sac_continuous_action")
-    line = refused(capsys, matrix.main, matrix.Args(algos=("ppo_continuous_action",), modes=("sb3",), learn=True))
+    line = refused(capsys, matrix.main, matrix.Args(algos=("ppo_continuous_action",), modes=("rllib",), learn=True))
     assert line.startswith("error: --modes sb3: choose from plain, eager")
 
 
@@ -472,8 +472,10 @@ def test_dry_run_prints_the_commands(capsys, monkeypatch):
     assert out == f"python leanrl/sac_atari_torchcompile.py {flags}\n"
     monkeypatch.setattr(matrix, "find_spec", lambda module: True)
     monkeypatch.setattr(matrix, "entry_points", lambda group: ["cuda"])
+    monkeypatch.setattr(matrix.checkouts, "python", lambda peer: Path("python"))
     out, _ = commands(capsys)
-    assert len(out.splitlines()) == (8 * 5 + 6 * 2 + 1) * 3  # PPO with memory has one peer, SAC for Atari none
+    peers = [len(algorithm.peers) for algorithm in ALGORITHMS.values()]
+    assert peers == [4, 4, 4, 1, 4, 4, 2, 0] and len(out.splitlines()) == (8 * 5 + sum(peers)) * 3
     out, _ = commands(capsys, quick=True)
     assert len(out.splitlines()) == 8 * 5
 
@@ -488,6 +490,9 @@ def test_modes_are_skipped_for_want_of_a_device_or_of_packages(capsys, monkeypat
         "skipped: compile+cudagraphs needs a CUDA device",
         "skipped: sbx needs requirements/peers.txt",
     ]
+    assert (
+        err.splitlines()[3] == "skipped: cleanrl needs CLEANRL, the folder of a checkout (benchmark/speed/checkouts.py)"
+    )
 
 
 def test_modes_of_which_none_can_run(capsys, monkeypatch):

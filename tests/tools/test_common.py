@@ -237,29 +237,18 @@ def test_a_process_ends_when_the_one_that_started_it_is_killed(tmp_path):
     wait_for(lambda: not running(child))
 
 
-def test_interquartile_mean():
-    assert curves.interquartile_mean([9.0, 1.0, 3.0, 2.0]) == 2.5
-    assert curves.interquartile_mean([7.0, 1.0, 4.0]) == pytest.approx((0.25 * 1 + 4 + 0.25 * 7) / 1.5)
-    assert curves.interquartile_mean([5.0]) == 5
-    values = np.random.default_rng(0).normal(size=(8, 5))
-    assert curves.interquartile_mean(values, axis=0) == pytest.approx(np.sort(values, 0)[2:6].mean(0))
-
-
-def test_bootstrap_interval():
-    """That of a large sample is the mean's, two standard errors of the middle half's mean to each side or so."""
-    middle, low, high = curves.middle_and_interval(np.random.default_rng(0).normal(5, 1, (400, 2)))
-    assert np.all(low < middle) and np.all(middle < high)
-    assert np.all(np.abs(middle - 5) < 0.2) and np.all((high - low > 0.15) & (high - low < 0.3))
-    assert [ends.tolist() for ends in curves.middle_and_interval([[3.0, 4.0]])] == [[3, 4]] * 3
-
-
-def test_minutes_are_those_of_the_fastest_seed():
-    """Both seeds' returns are shown over the time that the one which was not disturbed has taken."""
-    steps = np.arange(100, 2001, 100)
-    runs = [{"curve": np.stack((steps, pace * steps, steps + pace), 1).tolist()} for pace in (6, 60)]
-    by_steps, by_minutes = curves.learning_figure("", {"plain": runs}, "", {"plain": ("black", "-")}).axes
-    np.testing.assert_allclose(by_minutes.lines[0].get_xdata(), by_steps.lines[0].get_xdata() / 10)
-    np.testing.assert_allclose(by_minutes.lines[0].get_ydata(), by_steps.lines[0].get_xdata() + 33)
+def test_seeds_are_thin_lines_and_their_mean_is_a_thick_one():
+    """The mean goes as far as all seeds do; a seed by itself is one line."""
+    runs = [{"curve": [[10, 0, 1], [20, 0, 2], [30, 0, 3]]}, {"curve": [[20, 0, 4], [40, 0, 6]]}, {"curve": []}]
+    (axes,) = curves.learning_figure(
+        "title", {"a": runs, "b": runs[:1]}, "5.0 ± 1", dict.fromkeys("ab", ("red", "-"))
+    ).axes
+    thin, other, mean, single, published = axes.lines
+    assert thin.get_linewidth() == other.get_linewidth() < mean.get_linewidth() == single.get_linewidth()
+    assert [line.get_label() for line in (mean, single)] == ["a, 2 seeds", "b, 1 seed"]
+    assert mean.get_xydata()[0].tolist() == [20, 3] and mean.get_xydata()[-1].tolist() == [30, 4]
+    assert single.get_xydata().tolist() == [[10, 1], [20, 2], [30, 3]]
+    assert published.get_ydata() == [5, 5] and axes.get_title() == "title"
 
 
 @pytest.mark.parametrize("window", [1, 3, 50, 99])

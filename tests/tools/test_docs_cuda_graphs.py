@@ -35,8 +35,8 @@ def test_code_on_the_page_is_that_of_the_files():
     assert line in PAGE and line in (ROOT / "leanrl" / "dqn_torchcompile.py").read_text()
 
 
-def test_the_counts_are_those_of_speed_md():
-    rows = (ROOT / "doc" / "speed.md").read_text().splitlines()
+def test_the_counts_are_those_of_the_table():
+    rows = (ROOT / "doc" / "counted_costs.md").read_text().splitlines()
     (eager,) = [i for i, row in enumerate(rows) if row.startswith("| SAC | eager | 272 + 33 |")]  # 305
     assert rows[eager + 1].startswith("| | cudagraphs | 2.5 + 1 | 2.5 + 1 |")
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from benchmark.algorithms import ALGORITHMS
-from benchmark.speed import rounds
+from benchmark.speed import checkouts, rounds
 from common import ROOT, scripts
+from common.curves import learning_curve
 
 PROGRAM = (sys.executable, "-m", "benchmark.speed.peers")
 DIFFERENT = {  # the settings that cannot be made equal
@@ -31,7 +32,7 @@ SMALL = {  # flags with which a run has two time slices or more
     "dqn_atari": "--total-timesteps 400 --learning-starts 100 --buffer-size 1000",
 }
 all_peers = pytest.mark.parametrize(
-    ("algo", "peer"), [(algo, peer) for algo in SMALL for peer in ALGORITHMS[algo].peers]
+    ("algo", "peer"), [(algo, peer) for algo in SMALL for peer in ("sb3", "sbx") if peer in ALGORITHMS[algo].peers]
 )
 
 
@@ -45,7 +46,7 @@ def peers(monkeypatch):
 
 def test_modes_of_an_algorithm():
     unlocked = ["plain+mkl", "eager+mkl", "compile+mkl"]
-    assert rounds.modes_of("dqn") == [*rounds.MODES, "sb3", "sbx", *unlocked, "sb3+mkl"]
+    assert rounds.modes_of("dqn") == [*rounds.MODES, *rounds.PEERS, *unlocked, "sb3+mkl"]
     assert rounds.modes_of("ppo_lstm") == [*rounds.MODES, "sb3", *unlocked, "sb3+mkl"]
     assert rounds.modes_of("sac_atari") == [*rounds.MODES, *unlocked]
 
@@ -61,7 +62,7 @@ def test_without_the_packages_one_line_says_what_to_install():
 def test_all_algorithms_with_peers_are_offered_them(peers):
     for algo in ALGORITHMS:
         assert (algo in peers.CLASSES) == ("sb3" in rounds.modes_of(algo))
-    assert peers.CLASSES.keys() == SMALL.keys() and peers.PEER_MODULES.keys() == rounds.PEERS.keys()
+    assert peers.CLASSES.keys() == SMALL.keys() and [*peers.PEER_MODULES, *checkouts.VARIABLES] == [*rounds.PEERS]
 
 
 @cache
@@ -133,7 +134,7 @@ def test_games_are_those_of_our_script(peers):
 
 @all_peers
 def test_a_run_has_time_slices_and_writes_a_summary(peers, algo, peer, tmp_path):
-    command = [*PROGRAM, peer, algo, *SMALL[algo].split(), "--run-dir", str(tmp_path)]
+    command = [*PROGRAM, peer, algo, *SMALL[algo].split(), "--run-dir", str(tmp_path), "--slices"]
     done = subprocess.run(command, input="\n" * 1000, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     [path] = tmp_path.glob("*/summary.json")
@@ -141,6 +142,8 @@ def test_a_run_has_time_slices_and_writes_a_summary(peers, algo, peer, tmp_path)
     assert set(done.stdout.split()) == {"over"} and len(done.stdout.split()) > 2
     assert summary["steady_sps"] > 0 and summary["warmup_seconds"] > 0 and summary["device"] == "cpu"
     assert summary["global_step"] >= int(SMALL[algo].split("--total-timesteps ")[1].split()[0])
+    if algo != "ppo_lstm":  # whose episodes may all be longer
+        assert len(learning_curve([path.parent])) > 1
 
 
 def test_a_round_with_peers(peers, tmp_path):
@@ -168,3 +171,85 @@ def test_bad_input(peers, words, message):
     done = subprocess.run([*PROGRAM, *words.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Peers from a checkout: here scripts that log as CleanRL's and those of the LeanRL of 2024 do, and learn nothing
+# ---------------------------------------------------------------------------------------------------------------------
+
+CLEANRL = """
+import sys, time
+from torch.utils.tensorboard import SummaryWriter
+import cleanrl_utils
+
+flags = dict(word[2:].split("=") for word in sys.argv[1:])
+writer = SummaryWriter("runs/anything")
+for step in range(0, int(flags["total-timesteps"]), 100):
+    writer.add_scalar("charts/episodic_return", float(flags["seed"]), step)
+    writer.add_scalar("charts/SPS", 0, step)
+    time.sleep(0.001)
+"""
+LEANRL = """
+import sys, time
+import wandb
+
+assert sys.argv[-1] == "--compile"
+flags = dict(word[2:].split("=") for word in sys.argv[1:-1])
+wandb.init(project="anything")
+for step in range(0, int(flags["total-timesteps"]), 100):
+    wandb.log({"speed": 0}, step=step)
+    time.sleep(0.001)
+"""
+
+
+@pytest.fixture
+def both_checkouts(tmp_path, monkeypatch):
+    """Checkouts of both, whose environment is that of the tests."""
+    for peer, script, text in (
+        ("cleanrl", "cleanrl/dqn.py", CLEANRL),
+        ("leanrl-2024", "leanrl/dqn_torchcompile.py", LEANRL),
+    ):
+        checkout = tmp_path / peer
+        (checkout / script).parent.mkdir(parents=True)
+        (checkout / script).write_text(text)
+        (checkout / "cleanrl_utils.py").touch()
+        python = checkout / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        monkeypatch.setenv(checkouts.VARIABLES[peer], str(checkout))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+def test_a_round_with_both_checkouts(both_checkouts):
+    """Two programs take turns, and each is measured from its second log on."""
+    args = rounds.RoundArgs(algo="dqn", total_timesteps=2000, run_dir=both_checkouts / "runs")
+    programs = rounds.programs_of("dqn", ["cleanrl", "leanrl-2024"])
+    turns = []
+    assert rounds.run_round(args, programs, 7, turns.append) == {"cleanrl": 0, "leanrl-2024": 0}
+    assert turns[:6] == ["cleanrl", "leanrl-2024"] * 3
+    for peer in programs:
+        (path,) = args.run_dir.glob(f"{peer}/7/*/summary.json")
+        summary = json.loads(path.read_text())
+        assert summary["script"] == f"{peer}.dqn" and summary["global_step"] == 1900
+        assert 0 < summary["steady_sps"] < 100 / 0.001 and 0 < summary["warmup_seconds"] < summary["wall_seconds"]
+
+
+def test_a_checkout_by_itself_leaves_a_curve(both_checkouts):
+    flags = ["--env-id=CartPole-v1", "--total-timesteps=1000", "--seed=7", f"--run-dir={both_checkouts}/runs"]
+    words = [sys.executable, "-m", "benchmark.speed.checkouts", "cleanrl", "dqn", *flags, "--threads=1"]
+    subprocess.run(words, cwd=ROOT, check=True, timeout=100)
+    (path,) = both_checkouts.glob("runs/*/summary.json")
+    curve = learning_curve([path.parent])
+    assert [step for step, _, _ in curve] == [*range(0, 1000, 100)] and {value for *_, value in curve} == {7.0}
+
+
+@pytest.mark.parametrize(
+    "words, message", [("cleanrl dqn", "CLEANRL /nowhere: "), ("rllib dqn", "checkouts.py rllib: ")]
+)
+def test_bad_checkouts(words, message, monkeypatch):
+    monkeypatch.setenv("CLEANRL", "/nowhere")
+    words = [sys.executable, "-m", "benchmark.speed.checkouts", *words.split()]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1

@@ -1,6 +1,7 @@
 """Tables and figures from made-up results; committed tables match committed results."""
 
 import base64
+import itertools
 import json
 import re
 import shutil
@@ -9,10 +10,12 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from benchmark import editions
 from benchmark.algorithms import ALGORITHMS
-from benchmark.report import pages
+from benchmark.report import figures, pages, tables
+from benchmark.speed import rounds
 from common import ROOT, machine
 
 CPU = {
@@ -69,7 +72,8 @@ def test_speed_table(results):
     (table,) = pages.speed_tables(pages.load(pages.ROOT / "results"))
     assert table.markdown().splitlines() == [
         "2-core AMD EPYC, 24 GiB; torch 2.13.0; precision of float32 matmuls: highest; seeds 21, 31; 2026-01-02. "
-        "Without a CUDA device modes with CUDA graphs are not measured.",
+        "Warm-up without the word cold: the cache of compiled code was empty, but torch's precompiled headers may have "
+        "been there.",
         "",
         "| | mode | steps/s | ratio to plain | warm-up, s | pays off after, steps |",
         "|---|---|---|---|---|---|",
@@ -91,6 +95,72 @@ def test_speed_table(results):
     ]
 
 
+def test_warm_up_says_whether_the_cache_was_cold(results):
+    for seed, cache in ((21, "cold"), (31, "cold")):
+        results("dqn", "compile", seed, cache=cache, **summary(100.0, 12.0))
+    (table,) = pages.speed_tables(pages.load(pages.ROOT / "results"))
+    (row,) = (row for row in table.rows if row[1] == "compile")
+    assert row[4] == "12.0 (12.0 to 12.0), cold" and "without the word" not in table.caption
+    results("dqn", "compile", 31, **summary(100.0, 12.0))
+    (table,) = pages.speed_tables(pages.load(pages.ROOT / "results"))
+    assert "Warm-up without the word cold" in table.caption
+
+
+def test_ratios_with_mkl_are_to_plain_with_mkl(results):
+    """Of the same round: seed 31's plain+mkl is of another one, so that its compile+mkl has no ratio."""
+    for seed, (sps, warmup) in PLAIN.items():
+        results("dqn", "plain", seed, **summary(sps, warmup))
+        results("dqn", "compile+mkl", seed, **summary(6 * sps, 12.0))
+        other = {"plain": {"steady_sps": 77.0, "warmup_seconds": 1.0}} if seed == 31 else {}
+        results("dqn", "plain+mkl", seed, **summary(2 * sps, warmup) | other)
+    (table,) = pages.speed_tables(pages.load(pages.ROOT / "results"))
+    rows = {row[1]: row[3:] for row in table.rows if row[0] == "DQN, CartPole-v1"}
+    assert rows["plain+mkl"][0] == "1.00 (1.00 to 1.00)" and rows["plain+mkl"][2] == ""
+    assert rows["compile+mkl"][0] == "3.00" and rows["compile+mkl"][2] == "3000"  # 10 s at 3.33 ms a step
+
+
+def test_readme_has_a_row_for_each_algorithm(results):
+    """LeanRL is 2 and 3 times as fast as CleanRL in two rounds; a third one has no CleanRL."""
+    for seed, (sps, warmup) in PLAIN.items():
+        results("sac_continuous_action", "plain", seed, **summary(sps, warmup))
+        results("sac_continuous_action", "compile", seed, **summary(1000 * seed, 9.0) | {"editions": {"gone": "0"}})
+        results("sac_continuous_action", "cleanrl", seed, kind="speed", **summary(1000 * seed / (seed // 10), None))
+    results("td3_continuous_action", "compile", 21, **summary(50.0, 9.0))
+    results("td3_continuous_action", "compile+mkl", 21, **summary(70.0, 9.0))
+    results("td3_continuous_action", "cleanrl", 21, failed="log.txt", exit_code=1)
+    results("td3_continuous_action", "sb3", 31, **summary(40.0, 9.0))
+    results("ppo_lstm", "cudagraphs", 21, where=CARD, **summary(9.0, 9.0))
+    results("ppo_lstm", "compile+cudagraphs", 21, where=CARD, **summary(10.0, 9.0))
+    results("sac_atari", "compile", 21, **summary(5.0, 9.0))
+    pages.write(pages.load(pages.ROOT / "results"))
+    text = (pages.ROOT / "README.md").read_text()
+    assert text.split("<!-- end of speed -->")[0].strip().splitlines()[-15:] == [
+        "Environment steps per second on a 2-core AMD EPYC, 24 GiB, medians over 1 to 2 seeds. LeanRL is the turbo "
+        "script with `--compile`.",
+        "",
+        "| | CleanRL | SB3 | SBX | plain | LeanRL | LeanRL / CleanRL |",
+        "|---|---|---|---|---|---|---|",
+        "| SAC, HalfCheetah-v5 | 10,417 | - | - | 90 | 26,000 † | 2.5 |",
+        "| TD3, HalfCheetah-v5 | failed | 40 | - | - | 50 | - |",
+        "| PPO, HalfCheetah-v5 | - | - | - | - | - | - |",
+        "| DQN, CartPole-v1 | - | - | - | - | - | - |",
+        "| PPO, Breakout-v5 | - | - | - | - | - | - |",
+        "| DQN, Breakout-v5 | - | - | - | - | - | - |",
+        "| PPO with memory, CartPole-v1 ‡ | - | - | - | - | 10 | - |",
+        "",
+        "† Measured before the script last changed.",
+        "",
+        "‡ On a NVIDIA H200 (driver 580.1), 16-core AMD EPYC, 24 GiB.",
+    ]
+
+
+def test_speeds_of_different_rounds_have_no_ratio(results):
+    results("dqn", "compile", 21, **summary(200.0, 9.0))
+    results("dqn", "cleanrl", 21, **summary(100.0, 9.0) | {"plain": {"steady_sps": 99.0, "warmup_seconds": 2.0}})
+    (row,) = (row for row in tables.short_table(pages.load(pages.ROOT / "results")).splitlines() if "DQN, Cart" in row)
+    assert row == "| DQN, CartPole-v1 | 100 | - | - | - | 200 | - |"
+
+
 def test_a_result_that_a_crash_has_cut_is_named(results, capsys):
     add_speeds(results)
     path = next((pages.ROOT / "results").rglob("sbx/31.json"))
@@ -107,7 +177,7 @@ def test_each_machine_has_its_table(results):
     results("dqn", "cudagraphs", 21, where=CARD, **summary(1000.0, 1.0))
     cpu, card = pages.speed_tables(pages.load(pages.ROOT / "results"))
     assert [row[1] for row in cpu.rows if "DQN, CartPole" in row[0]] == ["plain", "eager", "compile"]
-    assert [row[1] for row in card.rows if "DQN, CartPole" in row[0]] == list(pages.MODES)
+    assert [row[1] for row in card.rows if "DQN, CartPole" in row[0]] == list(rounds.MODES)
     assert card.caption.startswith("NVIDIA H200 (driver 580.1), 16-core AMD EPYC, 24 GiB; torch 2.13.0")
     (row,) = (row for row in card.rows if row[1] == "cudagraphs")
     assert row[2:] == ["1000", "10.00", "1.0", "0"]  # it is warm before plain is
@@ -130,7 +200,7 @@ def test_committed_tables_are_those_of_the_committed_results():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", ["README.md", "doc/report.html"])
+@pytest.mark.parametrize("page", ["doc/speed.md", "doc/report.html"])
 def test_check_names_page_and_table_in_which_a_digit_differs(page, results, capsys):
     add_speeds(results)
     pages.write(pages.load(pages.ROOT / "results"))
@@ -147,7 +217,7 @@ def test_check_names_page_and_table_in_which_a_digit_differs(page, results, caps
     assert ended.value.code == 1 and line.startswith(f"error: {page}: table speed is not what its data gives")
 
 
-@pytest.mark.parametrize("page", ["sac", "td3", "ppo", "dqn", "sac_discrete", "speed"])
+@pytest.mark.parametrize("page", ["sac", "td3", "ppo", "dqn", "tricks", "counted_costs"])
 def test_each_digit_of_a_table_matters(page, results):
     """A digit is changed in the last row of each table of a page."""
     pages.write({"speed": {}, "learning": {}})
@@ -183,7 +253,7 @@ def test_rows_of_an_earlier_edition_are_marked_and_named(results, monkeypatch, c
     (table,) = pages.speed_tables(pages.load(pages.ROOT / "results"))
     modes = [row[1] for row in table.rows if "DQN, CartPole" in row[0]]
     assert modes == ["plain", "eager (earlier edition)", "compile (earlier edition)"]
-    monkeypatch.setattr(pages, "CURVES", {"doc/dqn.md": ("dqn_cartpole", "dqn_breakout")})
+    monkeypatch.setattr(pages, "PAGES", {"doc/dqn.md": ("curve dqn_cartpole", "curve dqn_breakout")})
     (pages.ROOT / "doc" / "artifacts" / "dqn_cartpole.json").write_text(json.dumps(today))
     with pytest.raises(SystemExit) as ended:
         pages.main(pages.Args(stale=True))
@@ -197,7 +267,7 @@ def test_rows_of_an_earlier_edition_are_marked_and_named(results, monkeypatch, c
 
 
 def test_results_that_are_all_of_today(results, monkeypatch):
-    monkeypatch.setattr(pages, "CURVES", {})
+    monkeypatch.setattr(pages, "PAGES", {})
     results("dqn", "plain", 21, **summary(100.0, 2.0) | editions.today(ROOT / "leanrl" / "dqn.py"))
     with pytest.raises(SystemExit) as ended:
         pages.main(pages.Args(stale=True))
@@ -213,26 +283,80 @@ def test_an_edition_is_a_scripts_code():
     assert edition != editions.fingerprint(text.replace("2.5e-4", "2.6e-4"))
 
 
-def add_learning(add):
-    for mode, pace in (("plain", 4), ("compile", 2)):
+def add_learning(add, algo="dqn", **modes):
+    """Runs of 2000 steps and 10 minutes times the mode's pace; the first seed is twice as fast."""
+    for mode, pace in (modes or {"plain": 4, "compile": 2}).items():
         for seed in PLAIN:
             steps = np.arange(100, 2001, 100)
-            curve = np.stack((steps, pace * steps, seed + steps / 100), 1).tolist()
-            parts = summary(100, 2, wall_seconds=600 * pace, global_step=2000)
-            monitor = {"columns": ["seconds", "cores", "gpu_percent"], "rows": [[1, 0.9, 40], [2, 1.1, 60]]}
-            add("dqn", mode, seed, "learning", **parts, curve=curve, monitor=monitor)
-    add("dqn", "eager", 21, "learning", failed="runs/log.txt", exit_code=1)
+            seconds = 600 * pace / (2 if seed == 21 else 1)
+            curve = np.stack((steps, seconds * steps / 2000, seed + steps / 100), 1).tolist()
+            parts = summary(100, 2, wall_seconds=seconds, global_step=2000)
+            parts |= {"cache": "cold"} if mode == "compile" else {}
+            add(algo, mode, seed, "learning", **parts, curve=curve)
+    add(algo, "eager", 21, "learning", failed="runs/log.txt", exit_code=1)
 
 
 def test_learning_table(results):
     """The last tenth of the steps are those at 1900 and 2000: one would be no tenth, and 1800 is none of it."""
     add_learning(results)
     (table,) = pages.learning_tables(pages.load(pages.ROOT / "results"))
+    ends = ["45.5 ± 7.1", "21: 40.5; 31: 50.5", "2000"]
     assert table.rows == [
-        ["DQN, CartPole-v1", "plain", "45.5 ± 7.1", "21: 40.5; 31: 50.5", "2000", "40.0", "488.69 ± 16.11"],
+        ["DQN, CartPole-v1", "plain", *ends, "30.0 (20.0 to 40.0)", "488.69 ± 16.11"],
         ["DQN, CartPole-v1", "eager", "seed 21 failed: runs/log.txt", "", "", "", ""],
-        ["DQN, CartPole-v1", "compile", "45.5 ± 7.1", "21: 40.5; 31: 50.5", "2000", "20.0", "488.69 ± 16.11"],
+        ["DQN, CartPole-v1", "compile", *ends, "15.0 (10.0 to 20.0), cold", "488.69 ± 16.11"],
     ]
+    assert "cache" not in table.caption
+    results("dqn", "compile+mkl", 21, "learning", **summary(1, 1, wall_seconds=60, global_step=9), curve=[[9, 1, 1]])
+    (table,) = pages.learning_tables(pages.load(pages.ROOT / "results"))
+    assert table.caption.endswith("State of the compiler's cache where minutes do not say it: not recorded.")
+
+
+def test_headline_is_the_median_of_like_for_like(results):
+    """Another machine, with fewer modes, and MKL's code are no part of it."""
+    add_learning(
+        results, "ppo_continuous_action", **{"plain": 4, "compile": 2, "compile+mkl": 1, "cleanrl": 6, "sbx": 1}
+    )
+    results("ppo_continuous_action", "compile", 21, "learning", CARD, failed="log.txt", exit_code=1)
+    measured = pages.load(pages.ROOT / "results")
+    assert tables.sentence(measured) == (
+        "PPO, 2,000 steps of HalfCheetah-v5 on a 2-core AMD EPYC, 24 GiB: "
+        "LeanRL takes 15.0 minutes (10.0 to 20.0, cold compiler cache) and reaches a return of 46. "
+        "The plain script takes 30.0 minutes (20.0 to 40.0) and reaches a return of 46. "
+        "CleanRL takes 45.0 minutes (30.0 to 60.0) and reaches a return of 46. "
+        "Minutes are medians with their range, and returns are means, over 2 seeds."
+    )
+    title, panels = tables.panels(measured)
+    assert title == "2-core AMD EPYC, 24 GiB" and [*panels] == ["PPO, HalfCheetah-v5"]
+    assert [*panels["PPO, HalfCheetah-v5"]] == ["CleanRL", "SBX", "plain", "LeanRL"]
+    pages.write(measured)
+    assert "](doc/artifacts/return_against_minutes.svg)" in (pages.ROOT / "README.md").read_text()
+    assert (pages.ROOT / "doc" / "artifacts" / "return_against_minutes.svg").stat().st_size < 300_000
+
+
+def test_without_like_for_like_there_is_no_headline(results):
+    add_learning(results, "ppo_continuous_action", **{"compile+mkl": 1})
+    measured = pages.load(pages.ROOT / "results")
+    assert tables.panels(measured) is None and tables.sentence(measured).endswith("not measured.")
+    pages.write(measured)
+    assert "return_against_minutes" not in (pages.ROOT / "README.md").read_text()
+
+
+def test_return_against_minutes(results):
+    """Thin lines are seeds; the thick one has means over seeds of minutes and returns at equal steps, and a name."""
+    add_learning(results, "ppo_continuous_action", plain=4, compile=2, sb3=4)
+    add_learning(results, "sac_continuous_action", plain=40)
+    picture = figures.minutes_figure(*tables.panels(pages.load(pages.ROOT / "results")))
+    left, right = picture.axes
+    assert [axes.get_title() for axes in picture.axes] == ["PPO, HalfCheetah-v5", "SAC, HalfCheetah-v5"]
+    assert sorted(text.get_text() for text in left.texts) == ["LeanRL", "SB3", "plain"]
+    assert [text.get_text() for text in right.texts] == ["plain"]
+    thin, other, thick = right.lines
+    assert thin.get_linewidth() == other.get_linewidth() < thick.get_linewidth()
+    assert [line.get_xdata()[-1] for line in (thin, other, thick)] == [200, 400, 300]
+    assert [line.get_ydata()[-1] for line in (thin, other, thick)] == [41, 51, 46]
+    boxes = [Text.get_window_extent(text) for text in left.texts]  # without the leaders
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
 def test_figures(results):
@@ -242,21 +366,32 @@ def test_figures(results):
     pages.write(pages.load(pages.ROOT / "results"))
     page = (pages.ROOT / "doc" / "report.html").read_text()
     svgs = dict(re.findall(r'<img alt="(\w[^"]*)" src="data:image/svg\+xml;base64,([^"]*)"', page))
-    names = ["load of the machine", "return against steps and time"]
-    assert sorted(svgs) == [*(f"DQN, CartPole-v1: {name}" for name in names), "Speed of all modes, as a ratio to plain"]
-    load, learning, speed = (base64.b64decode(svgs[name]).decode() for name in sorted(svgs))
+    names = ["DQN, CartPole-v1; 2-core AMD EPYC, 24 GiB", "Steps per second on 2-core AMD EPYC, 24 GiB"]
+    assert sorted(svgs) == names
+    learning, speed = (base64.b64decode(svgs[name]).decode() for name in names)
     artifacts = pages.ROOT / "doc" / "artifacts"
     assert (artifacts / "speed_amd-epyc-2-cores.svg").read_text() == speed
-    assert "](doc/artifacts/speed_amd-epyc-2-cores.svg)" in (pages.ROOT / "README.md").read_text()
+    assert "](artifacts/speed_amd-epyc-2-cores.svg)" in (pages.ROOT / "doc" / "speed.md").read_text()
     assert (artifacts / "learning_amd-epyc-2-cores_dqn_CartPole-v1.svg").read_text() == learning
     shown = "](artifacts/learning_amd-epyc-2-cores_dqn_CartPole-v1.svg)"
     assert shown in (pages.ROOT / "doc" / "results.md").read_text()
-    assert all(text in learning for text in ("plain, 2 seeds", "compile, 2 seeds", "of the fastest seed, minutes"))
-    assert all(text in load for text in ("processor, cores", "card, % of time"))
-    assert all(f">{mode}<" in speed for mode in ("plain", "eager", "compile", "sbx"))
-    assert max(map(len, svgs.values())) < 133_000
+    assert all(text in learning for text in ("plain, 2 seeds", "compile, 2 seeds", "2-core AMD EPYC, 24 GiB"))
+    assert all(f">{text}<" in speed for text in ("plain", "LeanRL", "SBX", "90", "180", "75"))
+    assert "eager" not in speed and max(map(len, svgs.values())) < 133_000
     pages.write(pages.load(pages.ROOT / "results"))
     assert (pages.ROOT / "doc" / "report.html").read_text() == page
+
+
+def test_machines_have_the_packages_of_all_results(results):
+    """Of all peers, and those that a peer of its own environment has."""
+    later = CPU | {"packages": {"torch": "2.14.0", "jax": "0.10"}}
+    results("dqn", "plain", 21, **summary(100.0, 2.0))
+    results(
+        "dqn", "cleanrl", 21, where=later, **summary(100.0, 2.0, versions={"torch": "2.4.1", "gymnasium": "0.29.1"})
+    )
+    table = tables.machine_table(pages.load(pages.ROOT / "results"))
+    packages = "torch 2.13.0+cpu and 2.14.0, jax 0.10"
+    assert table.rows == [["2-core AMD EPYC, 24 GiB", "", packages, "CleanRL: torch 2.4.1, gymnasium 0.29.1"]]
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
@@ -276,7 +411,7 @@ def test_page_in_a_browser(results):
     assert [row[2].split()[0] for row in rows[:5]] == ["75", "81", "90", "100", "180"]
     assert rows[4][:3] == ["SAC, HalfCheetah-v5", "compile", "180 (160 to 200)"]
     assert rows[5][2] in ("not measured", "seed 21 failed: runs/eager/21/log.txt")
-    assert "2-core AMD EPYC, 24 GiB" in shown and shown.count("<img ") == 1 + sum(map(len, pages.CURVES.values()))
+    assert "2-core AMD EPYC, 24 GiB" in shown and shown.count("<img ") == 1 + len(pages.CAPTIONS)
 
 
 @pytest.mark.parametrize(
