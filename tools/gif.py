@@ -1,6 +1,6 @@
 """Make an animated GIF of the beginning of a video, such as those of `python -m instruments evaluate RUN --video`.
 
-    python tools/gif.py runs/RUN/videos/evaluation-episode-0.mp4 cheetah.gif
+python tools/gif.py runs/RUN/videos/evaluation-episode-0.mp4 cheetah.gif
 """
 
 from pathlib import Path
