@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures every algorithm in every mode with three seeds, and prints the table; for the flags: ./run.sh --help
-# ./run.sh --gpu-first-hour measures what only a GPU can tell, an hour at a time.
+# Measures every algorithm in every mode with three seeds and prints the table. ./run.sh --help lists the flags.
+# ./run.sh --gpu-first-hour makes the measurements that need a GPU, for up to an hour.
 set -euo pipefail
 cd "$(dirname "$0")"
 if [ "${1-}" = --gpu-first-hour ]; then

@@ -1,1 +1,1 @@
-"""Measures the scripts: speed/ whole runs, studies/ single questions, report/ the tables and figures of both."""
+"""Measurements of the scripts: whole runs in speed/, single questions in studies/, tables and figures in report/."""

@@ -1,31 +1,31 @@
-"""The algorithms, by the names of their plain scripts: what each is called, and what it is measured on."""
+"""The algorithms, by the names of their plain scripts, with their titles and the settings of measurements."""
 
 from typing import NamedTuple
 
 
 class Algorithm(NamedTuple):
-    """Steps are those of all environments together."""
+    """An algorithm and its measurements. Steps are summed over all environments."""
 
     name: str
     env_id: str
-    steps: int  # warm-up and two minutes or so of steady training by the plain script on 2 cores
-    quick_steps: int  # the same with 40 seconds
-    budget: int  # of a learning run, as published
-    speed: int  # steps per second of the plain script on 2 cores, only to tell how long a matrix takes
-    compiled: int  # and of the turbo script with --compile
+    steps: int  # warm-up and about two minutes of steady training by the plain script on 2 cores
+    quick_steps: int  # the same with 40 seconds of training
+    budget: int  # steps of a learning run, as published
+    speed: int  # steps per second of the plain script on 2 cores, to estimate the time of a matrix
+    compiled: int  # the same for the turbo script with --compile
     env_ids: tuple[str, ...]  # of learning runs
-    flags: str = ""  # of the speed rounds, so that they soon reach steady state
+    flags: str = ""  # flags of the speed rounds, to reach steady state early
     atari: bool = False
     peers: tuple[str, ...] = ("sb3", "sbx", "cleanrl", "leanrl-2024")  # of rounds.PEERS, those that have it
 
     @property
     def title(self):
-        """What tells it from the others, without its environment."""
+        """The title of the algorithm, without its environment."""
         return f"{self.name}, Atari" if self.atari else self.name
 
     @property
     def learner(self):
-        """The name of its class in our scripts."""
+        """The name of the learner's class in our scripts."""
         return self.name.split()[0]
 
 
@@ -55,6 +55,6 @@ ALGORITHMS = {
 
 
 def named(algo, env_id=None):
-    """What tables and figures call an algorithm in an environment, by default its own."""
+    """The name of an algorithm in an environment (default: its own), for tables and figures."""
     algorithm = ALGORITHMS[algo]
     return f"{algorithm.name}, {env_id or algorithm.env_id}"

@@ -1,4 +1,4 @@
-"""Editions: which text of a script a result is of. The report marks results of another edition than today's."""
+"""Editions: the version of a script that a result was measured with. The report marks results of earlier editions."""
 
 import ast
 import functools
@@ -16,12 +16,12 @@ EARLIER = "earlier edition"
 
 @functools.cache
 def fingerprint(text):
-    """Of a Python program, without comments and docstrings: 12 hexadecimal digits."""
+    """12 hexadecimal digits that identify a Python program, ignoring comments and docstrings."""
     return hashlib.sha256(repr(code(ast.parse(text))).encode()).hexdigest()[:12]
 
 
 def code(node):
-    """A syntax tree as lists that are the same in all versions of Python, which `ast.unparse` is not."""
+    """A syntax tree as nested lists, which are equal in all versions of Python, unlike `ast.unparse`."""
     if isinstance(node, list):
         return [code(one) for one in node if not is_text(one)]
     if not isinstance(node, ast.AST):
@@ -31,23 +31,23 @@ def code(node):
 
 
 def is_text(node):
-    """Whether this is a docstring, or a string beside a field."""
+    """Whether this is a docstring or the description of a field."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def today(*paths):
-    """What a result is stored with: the date, and the editions of the scripts at `paths`."""
+    """The date and the editions of the scripts at `paths`, to be stored with a result."""
     return {"date": date.today().isoformat(), "editions": {path.stem: fingerprint(path.read_text()) for path in paths}}
 
 
 def script(name):
-    """The path of the script of leanrl/, or of the study, of this name; None if there is none any more."""
+    """The path of the script of leanrl/ or the study of this name; None if it no longer exists."""
     paths = [ROOT / folder / f"{name}.py" for folder in FOLDERS]
     return next((path for path in paths if path.exists()), None)
 
 
 def changed(result):
-    """Names of the scripts that are no longer what `result` was measured with; None if it does not say."""
+    """Names of the scripts that have changed since `result` was measured; None if it has no editions."""
     if "editions" not in result:
         return None
     return [name for name, edition in result["editions"].items() if not is_current(name, edition)]
@@ -59,17 +59,17 @@ def is_current(name, edition):
 
 
 def is_earlier(results):
-    """Whether any of `results`, of those that have not failed, is of an earlier edition."""
+    """Whether any of `results` is from an earlier edition; failed results are ignored."""
     return any(changed(result) != [] for result in results if "failed" not in result)
 
 
 def marked(name, results):
-    """A row's name, with a mark if any of its results is of an earlier edition."""
+    """A row's name, marked if any of its results is from an earlier edition."""
     return f"{name} ({EARLIER})" if is_earlier(results) else name
 
 
 def about(results):
-    """Where and when `results` of several algorithms were measured, with which seeds, and which are not of today."""
+    """Machine, date and seeds of `results` of multiple algorithms, and which are from an earlier edition."""
     words = [where(results[0]["machine"])]
     seeds = sorted({seed for result in results for seed in result.get("seeds", ())})
     if seeds:
@@ -84,8 +84,8 @@ def about(results):
 
 
 def tables(measured, header, rows, nothing, words=""):
-    """Markdown tables: for each machine's results in `measured` one that has `rows` of each, with `words` before what
-    they are about; without any machine one that has the row `nothing`."""
+    """Markdown tables, one for each machine's results in `measured`: `words` first, then the `rows` of each result.
+    Without any machine, a table with the row `nothing`."""
     parts = []
     for results in measured:
         lines = [row for result in results for row in rows(result)]
@@ -94,9 +94,9 @@ def tables(measured, header, rows, nothing, words=""):
 
 
 def with_algorithms(machines, algos):
-    """Each machine's results, and those of `algos` that its table names: what it has measured, and what no machine has.
+    """Each machine's results and the `algos` of its table: those it has measured, and those no machine has measured.
 
-    Without any machine its results are an empty list.
+    Without any machine, yields an empty list of results.
     """
     machines = list(machines) or [[]]
     anywhere = {result["algo"] for results in machines for result in results}
@@ -106,6 +106,6 @@ def with_algorithms(machines, algos):
 
 
 def dates(results):
-    """When results were measured, such as "2026-11-23" or "2026-11-20 to 2026-11-23"; "" if none of them says."""
+    """The dates of results, such as "2026-11-23" or "2026-11-20 to 2026-11-23"; "" if none has a date."""
     known = sorted({result["date"] for result in results if "date" in result})
     return " to ".join(dict.fromkeys((known[0], known[-1]))) if known else ""

@@ -1,12 +1,12 @@
-"""Run, in order, the measurements that need a real GPU; each runs once.
+"""Run the measurements that need a real GPU, one after another; each runs once.
 
     ./run.sh --gpu-first-hour            # an hour at most; the same command resumes where it stopped
     ./run.sh --gpu-first-hour --dry-run  # print the commands
 
-What each step decides, and what is expected, is in doc/on_a_gpu.md. What a step prints is in
-runs/first_hour/<step>.txt. When it has succeeded, <step>.done is beside it, and it is not run again until that file is
-deleted. The exit code is 1 until all have succeeded. At the end tables and figures are made of all that is in results/,
-as by `python -m benchmark.report`.
+doc/on_a_gpu.md explains the purpose and the expected result of each step. The output of a step is in
+runs/first_hour/<step>.txt. A step that has succeeded leaves <step>.done there and is not run again until that file is
+deleted. The exit code is 1 until all steps have succeeded. At the end, tables and figures are made from results/, as by
+`python -m benchmark.report`.
 """
 
 import shlex
@@ -28,7 +28,7 @@ OFF_POLICY = "sac_continuous_action td3_continuous_action"
 SOME = f"--algos {OFF_POLICY} ppo_atari_envpool dqn_atari sac_atari"
 PROFILED = "leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs --total-timesteps 6000"
 AUTOTUNE = "--compile-mode max-autotune-no-cudagraphs"
-STEPS = {  # the words behind `python`
+STEPS = {  # the arguments of `python`
     "tests": "-m pytest -m gpu -k real",
     "profile": f"-m instruments --profile -- {PROFILED} --run-dir {{runs}}/profile",
     "speed": SPEED,
@@ -43,20 +43,20 @@ STEPS = {  # the words behind `python`
 @dataclass
 class Args:
     minutes: float = 60.0
-    """then the step that runs is ended, and the others are left for the next time"""
+    """time limit: the current step is then ended, and the remaining ones are left for the next time"""
     run_dir: Path = Path("runs/first_hour")
-    """folder for what the steps print, train and measure with other flags"""
+    """folder for the output of steps, their runs, and results with other flags"""
     dry_run: bool = False
-    """print the commands and run nothing"""
+    """print the commands without running them"""
 
 
 def commands(args):
-    """What follows `python` in each step's command, by name."""
+    """The arguments of `python` in each step's command, by name."""
     return {name: shlex.split(words.format(runs=args.run_dir)) for name, words in STEPS.items()}
 
 
 def finish(words, log, seconds):
-    """Run a command with its output in the file `log`; how it ended, in words, or None if it has succeeded."""
+    """Run a command with its output in the file `log`; returns how it failed in words, or None if it succeeded."""
     if seconds <= 0:
         return "left for the next time"
     log.unlink(missing_ok=True)
@@ -71,7 +71,7 @@ def finish(words, log, seconds):
 
 
 def run_all(args):
-    """Run the steps that are not done; how each ended, in words, or None where it has succeeded."""
+    """Run the steps that are not done; returns how each failed in words, or None if it succeeded."""
     end = time.monotonic() + 60 * args.minutes
     ended = {}
     for name, words in commands(args).items():
@@ -92,7 +92,7 @@ def main(args):
         print("\n".join(shlex.join(["python", *words]) for words in commands(args).values()))
         return
     if not torch.cuda.is_available():
-        stop("--gpu-first-hour needs a CUDA device, and there is none; --dry-run prints what it does")
+        stop("--gpu-first-hour needs a CUDA device, and there is none; --dry-run prints the commands")
     from_low(0, args, "minutes")
     with locked("run-dir", args.run_dir):
         ended = run_all(args)

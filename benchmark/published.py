@@ -1,7 +1,7 @@
-"""Returns that CleanRL has published, by algorithm and environment without its version, as they stand there.
+"""Returns published by CleanRL, by algorithm and environment (without its version), quoted verbatim.
 
-docs.cleanrl.dev/rl-algorithms (ppo, td3, sac, dqn): means over three seeds at the end of the same number of steps, with
-environments v4 (MuJoCo), v1 and v0, of 2022 and 2023.
+From docs.cleanrl.dev/rl-algorithms (ppo, td3, sac, dqn): means over three seeds at the end of the same number of steps,
+with environments v4 (MuJoCo), v1 and v0, measured in 2022 and 2023.
 """
 
 CLEANRL = {

@@ -1,4 +1,4 @@
-"""What was measured, as JSON files under results/<machine>/."""
+"""Results of measurements, as JSON files under results/<machine>/."""
 
 import json
 import os
@@ -11,21 +11,21 @@ RESULTS = ROOT / "results"
 
 
 def store(path, result):
-    """Write a dictionary of JSON, whole or not at all; a line for each entry."""
+    """Write a dictionary as JSON atomically, with one line per entry."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in result.items()]
     replace(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def replace(path, text):
-    """Write a file, whole or not at all."""
+    """Write a file atomically."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
 
 
 def read(path):
-    """What `store` has written. The program ends where a file is damaged."""
+    """Read a file written by `store`; exit if it is damaged."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -33,12 +33,12 @@ def read(path):
 
 
 def path_here(results, kind, name):
-    """The file of a study under `results`, for this machine."""
+    """The file of a study under `results` for this machine."""
     return results / slug(machine()) / kind / f"{name}.json"
 
 
 def stored(results, kind, names):
-    """The results of each machine that has some: a list of those of `names` in results/<machine>/<kind>/<name>.json."""
+    """For each machine with results, the list of its results/<machine>/<kind>/<name>.json for `names`."""
     for folder in sorted(results.glob(f"*/{kind}")):
         paths = [folder / f"{name}.json" for name in names]
         yield [read(path) for path in paths if path.exists()]

@@ -1,4 +1,4 @@
-"""What instruments/, launch/ and benchmark/ share. Nothing here imports them."""
+"""Code that instruments/, launch/ and benchmark/ share. It imports none of them."""
 
 from pathlib import Path
 

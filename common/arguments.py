@@ -1,4 +1,4 @@
-"""The programs' command lines. Bad input is refused: exit code 2, and one line."""
+"""Command lines of the programs. Bad input ends them with one line and exit code 2."""
 
 import math
 import sys
@@ -8,25 +8,25 @@ import tyro
 
 
 def parse(kind, description):
-    """The arguments of a program that was started by `python -m`, as a dataclass `kind`."""
+    """Parse the arguments of a program started with `python -m`; returns a dataclass `kind`."""
     name = sys.modules["__main__"].__spec__.name.removesuffix(".__main__")
     return tyro.cli(kind, prog=f"python -m {name}", description=description)
 
 
 def refuse(name, value, remedy):
-    """End the program with a line that names the argument, its value and the remedy."""
+    """Exit with a line that names the argument, its value and the remedy."""
     stop(f"--{name} {value}: {remedy}")
 
 
 def check(name, given, choices):
-    """Refuse what is not among the choices of the argument `name`."""
+    """Refuse values of the argument `name` that are not among `choices`."""
     for value in given:
         if value not in choices:
             refuse(name, value, f"choose from {', '.join(choices)}")
 
 
 def from_low(low, args, *names):
-    """Refuse numbers of `args`, or in its lists, that are not finite or are below `low`; None stands for a default."""
+    """Refuse numbers in `args` or its lists that are not finite or below `low`; None stands for a default."""
     for name in names:
         given = getattr(args, name)
         for value in given if isinstance(given, tuple) else (given,):
@@ -35,7 +35,7 @@ def from_low(low, args, *names):
 
 
 def distinct(args, *names):
-    """Refuse lists of `args` that are empty, or have something twice; None stands for a default."""
+    """Refuse lists in `args` that are empty or have duplicates; None stands for a default."""
     for name in names:
         values = getattr(args, name)
         if values == ():
@@ -46,7 +46,7 @@ def distinct(args, *names):
 
 
 def stop(message):
-    """End the program with this line."""
+    """Exit with this line."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -56,5 +56,5 @@ def note(text):
 
 
 def one_line(error):
-    """What an error says, in one line."""
+    """The message of an error in one line."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 300)

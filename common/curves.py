@@ -1,6 +1,6 @@
 """Learning curves: read from the events of runs, averaged over seeds, and drawn.
 
-Colors are those of Okabe and Ito (2008), which the color-blind tell apart; line styles say the same in black and white.
+Colors are from the color-blind safe palette of Okabe and Ito (2008); line styles distinguish curves in black and white.
 """
 
 import io
@@ -22,7 +22,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 LINES = ("-", "--", "-.", ":")
 LEGEND = {"loc": "outside lower center", "ncols": 5, "fontsize": 9}
 SETTINGS = {
-    "svg.hashsalt": "leanrl",  # the same file each time
+    "svg.hashsalt": "leanrl",  # makes files reproducible
     "svg.fonttype": "none",
     "font.size": 10,
     "axes.spines.top": False,
@@ -43,7 +43,7 @@ def read_events(folder):
 
 
 def scalars(events, tag):
-    """What was logged under a tag, in order: entries with `step`, `value` and `wall_time`."""
+    """The logged values of a tag, in order: entries with `step`, `value` and `wall_time`."""
     return events.Scalars(tag) if tag in events.Tags()["scalars"] else []
 
 
@@ -54,10 +54,10 @@ def series(events, tag):
 
 
 def learning_curve(folders):
-    """Episodic returns of a run, as [step, seconds of training, mean return] of at most POINTS equal parts.
+    """Episodic returns of a run, as [step, seconds of training, mean return] for at most POINTS equal parts.
 
-    A run that was interrupted has several folders, in this order. Of a killed part, the
-    episodes from the step on at which the first one of the next part has ended do not count.
+    An interrupted run has multiple folders, in order. If a part was killed, its episodes after the first episode end
+    of the next part are ignored.
     """
     episodes = []
     before = 0.0
@@ -98,25 +98,25 @@ def end_of(curve):
 
 
 def late_speed(folder):
-    """Steps per second of a run: the median of the last half of its logs; None if it has logged nothing."""
+    """Steps per second of a run, the median over the last half of its logs; None if it has logged nothing."""
     _, speeds = series(read_events(folder), SPEED)
     return float(np.median(speeds[len(speeds) // 2 :])) if len(speeds) else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Several seeds
+# Multiple seeds
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def moving_mean(values, window):
-    """Means over the `window` values up to each, fewer at the beginning."""
+    """Moving means over the last `window` values, fewer at the beginning."""
     sums = np.cumsum(values, dtype=float)
     sums[window:] -= sums[:-window].copy()
     return sums / np.minimum(np.arange(len(values)) + 1, window)
 
 
 def mean_curve(runs):
-    """Steps and means of `runs`, (steps, values) each, as far as all go; a single run as it is."""
+    """Steps and means of `runs`, each (steps, values), up to the shortest run; a single run is unchanged."""
     if len(runs) == 1:
         return runs[0]
     grid = np.linspace(max(steps[0] for steps, _ in runs), min(steps[-1] for steps, _ in runs), POINTS)
@@ -124,12 +124,12 @@ def mean_curve(runs):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pictures
+# Figures
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def plot(axes, runs, label, color, line="-"):
-    """Draw runs of one setting, (steps, values) each: a thin line for each, and their mean."""
+    """Draw runs of one setting, each (steps, values), as thin lines, and their mean."""
     if len(runs) > 1:
         for run in runs:
             axes.plot(*run, color=color, linestyle=line, linewidth=0.7, alpha=0.5)
@@ -141,9 +141,9 @@ def seeds(number):
 
 
 def learning_figure(title, groups, published, styles, size=(7, 4.5)):
-    """Returns against steps.
+    """Draw returns against steps.
 
-    `groups` are results by name, such as a mode's, with an entry in `styles` each. `published` is CleanRL's return,
+    `groups` maps names, such as modes, to results; `styles` has an entry for each. `published` is CleanRL's return,
     such as "1442.64 ± 46.03", or "".
     """
     figure = Figure(figsize=size, layout="constrained")
@@ -164,18 +164,18 @@ def learning_figure(title, groups, published, styles, size=(7, 4.5)):
 
 
 def require_picture(path):
-    """End the program if the argument `output` is no picture that can be written."""
+    """Exit if the argument `output` is not a picture file that can be written."""
     if path.suffix not in (".png", ".svg") or not path.parent.is_dir():
         refuse("output", path, "give a PNG or SVG file in a folder that exists")
 
 
 def svg(figure):
-    """A figure as the bytes of an SVG file without a date."""
+    """A figure as bytes of an SVG file, without a date."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return file.getvalue()
 
 
 def settings():
-    """The look of all pictures, as a context."""
+    """Context manager with the style of all figures."""
     return matplotlib.rc_context(SETTINGS)

@@ -1,4 +1,4 @@
-"""Folders that programs write to: tried before hours of work, and for one program at a time."""
+"""Output folders, checked before hours of work and locked for one program at a time."""
 
 import contextlib
 import fcntl
@@ -9,7 +9,7 @@ from common.arguments import refuse
 
 
 def writable(name, value, within=""):
-    """The folder `within` that of the argument `name`, made if need be; ends the program if it cannot be written."""
+    """Create and return the folder `within` that of the argument `name`; exit if it cannot be written."""
     folder = Path(value).resolve() / within
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -21,7 +21,7 @@ def writable(name, value, within=""):
 
 @contextlib.contextmanager
 def locked(name, value, within=""):
-    """The same folder, for this program alone."""
+    """Like `writable`, and lock the folder for this program."""
     folder = writable(name, value, within)
     with open(folder / "lock", "w") as lock:
         try:

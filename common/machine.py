@@ -1,4 +1,4 @@
-"""The machine that a measurement was made on, as data and as the name of its folder under results/.
+"""The machine of a measurement, as data and as the name of its folder under results/.
 
 python -m common.machine
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 PACKAGES = ("torch", "tensordict", "gymnasium", "numpy", "mujoco", "envpool")
-PACKAGES += ("stable-baselines3", "sb3-contrib", "sbx-rl", "jax")  # of those to compare with
+PACKAGES += ("stable-baselines3", "sb3-contrib", "sbx-rl", "jax")  # the peers
 
 
 def machine():
-    """Processor, cores, memory in GiB, card and driver (None without one) and versions; nothing that names a host."""
+    """Processor, cores, memory in GiB, GPU and driver (None without one) and versions; no host names."""
     cuda = torch.cuda.is_available()
     return {
         "cpu": processor(Path("/proc/cpuinfo")),
@@ -32,7 +32,7 @@ def machine():
 
 
 def processor(cpuinfo):
-    """The processor's name without what is no name, such as "AMD EPYC" or "Intel Xeon Platinum 8481C"."""
+    """The processor's name without extras, such as "AMD EPYC" or "Intel Xeon Platinum 8481C"."""
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     name = found[1] if found else platform.machine()
@@ -41,7 +41,7 @@ def processor(cpuinfo):
 
 
 def driver():
-    """The version of the card's driver, or None if nvidia-smi does not say."""
+    """The version of the GPU's driver, or None if nvidia-smi does not report it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -50,7 +50,7 @@ def driver():
 
 
 def versions():
-    """Versions of those of PACKAGES that are installed."""
+    """Versions of the installed PACKAGES."""
     found = {}
     for name in PACKAGES:
         try:
@@ -61,7 +61,7 @@ def versions():
 
 
 def slug(machine):
-    """The folder of a machine: its card, or else its processor, and its cores, such as "nvidia-h200-16-cores"."""
+    """The folder of a machine, named after its GPU or processor and its cores, such as "nvidia-h200-16-cores"."""
     name = f"{machine['gpu'] or machine['cpu']} {machine['cores']} cores"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 

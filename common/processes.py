@@ -1,6 +1,6 @@
-"""Programs that this one starts. Each has a session of its own, so that Ctrl-C is for us alone, and ends with us.
+"""Programs that this one starts. Each has its own session, so that Ctrl-C reaches only us, and each ends with us.
 
-It imports the standard library alone: Ray sends it to machines that have nothing else of this repository.
+This file imports only the standard library: Ray sends it to machines without the rest of this repository.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-SECONDS_TO_STOP = 120  # for the checkpoint, before a run that was asked to end is killed
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a scheduler, a connection that is lost
+SECONDS_TO_STOP = 120  # time to save a checkpoint before a run that was asked to end is killed
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a scheduler, a lost connection
 
 
 def end_as_at_ctrl_c():
-    """Have every signal of ENDING raise KeyboardInterrupt in this program."""
+    """Make every signal in ENDING raise KeyboardInterrupt in this program."""
     for number in ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, raise_interrupt)
@@ -30,7 +30,7 @@ def raise_interrupt(number, frame):
 
 
 def leave_terminal():
-    """Print to nowhere what would be printed to a terminal that is gone, which raises an error."""
+    """Discard output to a terminal that is gone, where printing would raise an error."""
     with open(os.devnull, "w") as nowhere:
         for descriptor in (1, 2):
             try:
@@ -41,7 +41,7 @@ def leave_terminal():
 
 @contextlib.contextmanager
 def undisturbed():
-    """Ignore the signals of ENDING as long as this context lasts."""
+    """Context manager that ignores the signals in ENDING."""
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     try:
         yield
@@ -51,15 +51,15 @@ def undisturbed():
 
 
 def end_with_parent():
-    """Have this process killed when its parent ends, even if that is killed; on Linux only."""
+    """Have this process killed when its parent ends or is killed; on Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def start(words, log, **settings):
-    """Start Python with the arguments `words`; what it prints is added to the file `log`, unless `settings` say else.
+    """Start Python with the arguments `words`. Its output is appended to the file `log`, unless `settings` differ.
 
-    These are those of subprocess.Popen.
+    `settings` are those of subprocess.Popen.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a") as file:
@@ -69,14 +69,14 @@ def start(words, log, **settings):
 
 
 def end(process):
-    """Kill a process and what it has started, if they are still there."""
+    """Kill a process and its children, if they still run."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def interrupt(process, seconds):
-    """Have a script write its checkpoint and end; kill it if that takes longer."""
+    """Have a script save its checkpoint and end; kill it if this takes longer than `seconds`."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
@@ -84,6 +84,6 @@ def interrupt(process, seconds):
 
 
 def call(function, *inputs):
-    """What `function` returns in a process of its own."""
+    """Call `function` in its own process and return the result."""
     with ProcessPoolExecutor(1, get_context("spawn"), initializer=end_with_parent) as pool:
         return pool.submit(function, *inputs).result()

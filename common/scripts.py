@@ -1,4 +1,4 @@
-"""The scripts of leanrl/ and edited copies of them: loaded as modules, and trained with a tool that watches."""
+"""Scripts of leanrl/ and edited copies of them: load them as modules and train them under a tool."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from common.arguments import one_line, stop
 
 
 def load(script):
-    """The module of a script: of leanrl/ by its name, any other one by its path. It finds what is beside it."""
+    """Load a script as a module: one of leanrl/ by name, any other by path. It can import files beside it."""
     path = Path(script)
     if path.suffix != ".py":
         return importlib.import_module(f"leanrl.{script}")
@@ -25,7 +25,7 @@ def load(script):
 
 
 def load_given(argument, name):
-    """The module of the script at the path `name`, which a user gave as `argument`."""
+    """Load the script at the path `name`, which the user gave as `argument`."""
     path = Path(name)
     if not path.is_file() or path.suffix != ".py":
         stop(f"{argument} {name}: this is no Python file; give the path of a script")
@@ -45,19 +45,19 @@ def path_of(name):
 
 
 def refuse_population(given, script):
-    """End the program where `script` trains several agents at once; `given` is the argument that asked for it."""
+    """Exit if `script` trains a population; `given` is the user's argument."""
     if "seeds" in {field.name for field in dataclasses.fields(script.Args)}:
         stop(f"{given}: this script trains a population; give the script that trains one agent")
 
 
 def train(script, args, on_start=lambda run: None):
-    """`script.train(args)`; `on_start` is called with its Run when everything is made, before the first step."""
+    """Call `script.train(args)`, and `on_start` with its Run after setup, before the first step."""
     name = next(name for name in ("Population", "JointRun", "Run") if hasattr(script, name))
 
     class Watched(getattr(script, name)):
         def __enter__(self):
             with contextlib.ExitStack() as ending:
-                ending.push(super().__enter__())  # which ends the run if `on_start` fails
+                ending.push(super().__enter__())  # ends the run if `on_start` fails
                 on_start(self)
                 ending.pop_all()
             return self
@@ -67,12 +67,12 @@ def train(script, args, on_start=lambda run: None):
 
 
 def optimizers_of(learner):
-    """The optimizers of a learner, by the name of what they optimize."""
+    """The optimizers of a learner, by the name of the optimized part."""
     return learner.optimizers if hasattr(learner, "optimizers") else {"agent": learner.optimizer}
 
 
 def before_each_log(run, function):
-    """Have `function` called before each log of a run, with the losses."""
+    """Call `function` with the losses before each log of a run."""
     log = run.log
 
     def call_and_log(losses):
@@ -83,4 +83,4 @@ def before_each_log(run, function):
 
 
 class Enough(BaseException):
-    """Ends a run from inside of it, without the checkpoint that it leaves after other errors."""
+    """Ends a run from within, without the checkpoint that other errors leave."""

@@ -1,6 +1,6 @@
-"""Time slices, in which a process trains while others wait: all of them see the same machine.
+"""Time slices, in which one process trains while others wait, so that all run under equal conditions.
 
-It imports the standard library alone: programs of other environments use it too.
+This file imports only the standard library, since programs in other environments use it too.
 """
 
 import os
@@ -11,9 +11,9 @@ SLICES = "--slices"  # the flag of a peer that takes turns
 
 
 class TimeSlices:
-    """Divides a run into slices of at least a sixtieth of its steps, and counts steps and seconds within them.
+    """Divides a run into slices of at least a sixtieth of its steps, and counts steps and seconds of each.
 
-    A line on standard output says that a slice is over, a line on standard input begins the next one.
+    A line on standard output reports the end of a slice. A line on standard input starts the next one.
     """
 
     def __init__(self, total_timesteps):
@@ -22,10 +22,10 @@ class TimeSlices:
         self.done = []  # steps and seconds of each slice
         self.waited = 0.0
         self.channel = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what others print goes to the log
+        os.dup2(2, 1)  # other output goes to the log
 
     def __call__(self, step):
-        """To be called between environment steps, `step` so far: the first call, and the end of a slice, wait."""
+        """Call between environment steps, with the current `step`. The first call and the end of a slice wait."""
         now = time.perf_counter()
         if self.begin:
             if step - self.begin[0] < self.steps:
@@ -33,7 +33,7 @@ class TimeSlices:
             self.done.append((step - self.begin[0], now - self.begin[1]))
         print("over", file=self.channel, flush=True)
         if not sys.stdin.readline():
-            raise SystemExit("nobody is there any more to begin the next slice")
+            raise SystemExit("the process that starts the slices has ended")
         self.begin = (step, time.perf_counter())
         self.waited += self.begin[1] - now
 

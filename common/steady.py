@@ -1,4 +1,4 @@
-"""When a run is warm, measured from outside, and how fast it is from then on."""
+"""Detects from outside when a run is warm, and measures its speed from then on."""
 
 import math
 import time
@@ -7,7 +7,7 @@ CAPTURE = 3  # calls until a function is compiled and captured
 
 
 def updates_to_warm(args):
-    """Updates until nothing is compiled or captured any more. One of PPO is an iteration."""
+    """The number of updates until everything is compiled and captured; an update of PPO is an iteration."""
     if hasattr(args, "num_steps"):
         return CAPTURE if getattr(args, "cudagraphs", False) else 1
     if not hasattr(args, "policy_frequency"):
@@ -16,7 +16,7 @@ def updates_to_warm(args):
 
 
 class Clock:
-    """The step and the time at which a run was warm, `begin`; None before."""
+    """Sets `begin` to the step and time at which a run is warm; None before."""
 
     begin = None
 
@@ -31,7 +31,7 @@ class Clock:
         self.advance(*inputs)
         if self.begin is None and self.run.learner.updates >= self.updates:
             self.begin = (self.run.step, time.perf_counter())
-            if self.run.advance == self.watch:  # and nobody watches in front of it
+            if self.run.advance == self.watch:  # and no other watcher wraps it
                 self.run.advance = self.advance
 
     @property

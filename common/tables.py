@@ -1,4 +1,4 @@
-"""Tables in Markdown pages that programs write, so that nobody types their figures.
+"""Tables in Markdown pages, written by programs instead of by hand.
 
 A page holds a table NAME between two comments, `<!-- NAME: COMMAND writes this -->` and `<!-- end of NAME -->`.
 """
@@ -17,7 +17,7 @@ class Table:
     rows: list[list[str]]
 
     def markdown(self):
-        """As Markdown; a first cell that repeats the one above is left empty."""
+        """The table as Markdown; a first cell that repeats the one above is left empty."""
         firsts = ["", *(row[0] for row in self.rows)]
         rows = [["" if a == b else b, *row[1:]] for (a, b), row in zip(pairwise(firsts), self.rows, strict=True)]
         lines = ["|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|" for cells in (self.header, *rows)]
@@ -51,7 +51,7 @@ def spread(values, form):
 
 
 def with_table(page, name, text):
-    """The text of a page with `text` as its table `name`; ValueError if it has no place for it, or several."""
+    """The text of a page with `text` as its table `name`; ValueError unless it has exactly one place for it."""
     pattern = rf"(<!-- {re.escape(name)}: [^\n]*-->\n).*?(<!-- end of {re.escape(name)} -->)"
     page, places = re.subn(pattern, lambda found: f"{found[1]}\n{text}\n\n{found[2]}", page, flags=re.DOTALL)
     if places != 1:

@@ -1,12 +1,12 @@
-"""Run a script, or an edited copy of one, with instruments that show why it does or does not learn.
+"""Run a script, or an edited copy, with instruments that help to find out why it does or does not learn.
 
     python -m instruments --watch-gradients --random-baseline 10 -- leanrl/dqn_torchcompile.py --compile
 
-Flags before the two dashes are the instruments', what follows them is the script with its own flags. Several
-instruments work together. doc/debugging.md uses them one after the other.
+Flags of instruments go before the two dashes, the script and its own flags after them. Instruments can be combined.
+doc/debugging.md introduces each of them.
 
-A finished run is played by `python -m instruments evaluate RUN` (`--help` shows its flags), and a script is trained on
-environments with known answers by `python -m instruments probe SCRIPT`.
+`python -m instruments evaluate RUN` plays episodes with a finished run (`--help` shows its flags), and
+`python -m instruments probe SCRIPT` trains a script on environments with known answers.
 """
 
 import sys
@@ -27,20 +27,20 @@ from instruments.videos import VideoOnDemand
 @dataclass
 class Args:
     watch_gradients: bool = False
-    """log norms and histograms of each layer's gradients and weights; warn of layers that get no gradient; stop where
-    gradients explode or are no longer finite"""
+    """log norms and histograms of each layer's gradients and weights; warn about layers without a gradient; stop when
+    gradients explode or are not finite"""
     random_baseline: int = 0
-    """play so many episodes with uniformly random actions before training, and show their mean return"""
+    """number of episodes to play with random actions before training, to show their mean return"""
     dump_frames: int = 0
-    """every so many environment steps, draw what an Atari policy sees: <run>/frames/<step>.png"""
+    """draw the input of an Atari policy every N environment steps: <run>/frames/<step>.png"""
     watch: bool = False
-    """record a video of one episode whenever somebody does `touch <run>/watch`"""
+    """record a video of one episode whenever you run `touch <run>/watch`"""
     profile: bool = False
-    """write a trace of 20 steady steps, <run>/trace.json, and print what took the time"""
+    """write a trace of 20 steps in steady state, <run>/trace.json, and print the most expensive operators"""
 
 
 def chosen(args):
-    """The instruments that the arguments ask for."""
+    """The requested instruments."""
     instruments = []
     if args.dump_frames:
         instruments.append(FrameDump(args.dump_frames))
@@ -56,7 +56,7 @@ def chosen(args):
 
 
 def train(script, args, instruments, on_start=lambda run: None):
-    """Train, and call the instruments: before it, when everything is made, at each log, and in the end."""
+    """Train, and call the instruments before it, after setup, at each log, and at the end."""
 
     def start(run):
         on_start(run)

@@ -1,4 +1,4 @@
-"""The return of uniformly random actions, which a run that learns has to exceed."""
+"""The return of uniformly random actions, a lower bound for a run that learns."""
 
 import json
 import sys
@@ -13,8 +13,8 @@ from instruments.playing import make_env, play
 
 
 class RandomBaseline(Instrument):
-    """Plays `episodes` at random before training. The mean return goes to the progress bar, to random_baseline.json in
-    the run's folder, and as `charts/random_return` to the events, from where plots.py draws it as a dashed line.
+    """Plays `episodes` at random before training. The mean return is printed, stored as random_baseline.json in the
+    run's folder, and logged as `charts/random_return`, which plots.py draws as a dashed line.
     """
 
     def __init__(self, episodes):
@@ -28,8 +28,8 @@ class RandomBaseline(Instrument):
             episodes = islice(play(env, lambda obs, begins: env.action_space.sample(), args.seed), self.episodes)
             returns = [episode.total for episode in episodes]
             env.close()
-        except Exception as error:  # whatever environments raise
-            remedy = "leave it out, or correct what is wrong"
+        except Exception as error:  # environments may raise anything
+            remedy = "leave it out, or correct the error"
             stop(f"--random-baseline {self.episodes}: cannot play {args.env_id} ({one_line(error)}); {remedy}")
         self.mean = float(np.mean(returns))
         self.deviation = float(np.std(returns))

@@ -1,9 +1,9 @@
-"""Play whole episodes with the deterministic policy of a run, and print mean and standard deviation of the return.
+"""Play whole episodes with the deterministic policy of a run; print mean and standard deviation of the return.
 
     python -m instruments evaluate runs/RUN --episodes 10
 
-Needs policy.pt2 and config.json of the run's folder, and neither the script nor its flags. Loading a policy.pt2 and
-importing an environment can run code: evaluate only what you trust.
+This needs policy.pt2 and config.json in the run's folder, but neither the script nor its flags. Loading a policy.pt2
+and importing an environment can execute code: evaluate only runs that you trust.
 """
 
 import json
@@ -33,20 +33,20 @@ class Args:
     seed: int = 1
     """seed of the environment"""
     max_steps: int = MAX_STEPS
-    """steps after which an episode that does not end is cut"""
+    """maximum steps of an episode, which is cut there"""
     video: bool = False
     """record each episode: <run>/videos/evaluation-episode-<n>.mp4"""
 
 
 def check(args):
-    """Refuse numbers out of range."""
+    """Refuse numbers that are out of range."""
     for name, low in (("episodes", 1), ("seed", 0), ("max_steps", 1)):
         if getattr(args, name) < low:
             stop(f"--{name.replace('_', '-')} {getattr(args, name)}: give a number from {low}")
 
 
 def read_env_id(run, folder):
-    """The environment's name in the run's config.json."""
+    """The name of the environment in the run's config.json."""
     path = folder / "config.json"
     if not path.is_file():
         stop(f"RUN {run}: there is no {path}; give the folder of a run")
@@ -57,7 +57,7 @@ def read_env_id(run, folder):
 
 
 def load_policy(run, path):
-    """The module in a policy.pt2, and examples of its inputs."""
+    """Load the module in a policy.pt2 and its example inputs."""
     if not path.is_file():
         stop(f"RUN {run}: there is no {path}; a run writes it with every checkpoint")
     logging.getLogger("torch.export").setLevel(logging.CRITICAL)  # it logs a traceback as well
@@ -70,9 +70,9 @@ def load_policy(run, path):
 
 
 def find_env(run, folder, env_id, seed, render_mode):
-    """The run's environment. What gymnasium and envpool do not know may be registered by the run's copy of its script.
+    """Make the run's environment. If gymnasium and envpool lack it, the run's copy of the script may register it.
 
-    Everything that a user's environment may raise gets one line.
+    Errors raised by a user's environment become one line.
     """
     module, _, _ = env_id.rpartition(":")
     if module:
@@ -95,7 +95,7 @@ def find_env(run, folder, env_id, seed, render_mode):
 
 
 def try_policy(run, act, env, env_id):
-    """Refuse a policy whose observations or actions are not those of the environment."""
+    """Refuse a policy whose observations or actions do not fit the environment."""
     space = env.observation_space
     remedy = "register the environment with all of its wrappers under an id of its own"
     try:
@@ -108,7 +108,7 @@ def try_policy(run, act, env, env_id):
 
 
 def evaluate(env, act, args):
-    """Returns of whole episodes, and how many of these were cut. Ctrl-C ends it early."""
+    """Returns of whole episodes, and the number of episodes cut. Ctrl-C ends it early."""
     returns = []
     cut = 0
     with tqdm(unit=" steps", dynamic_ncols=True) as bar:
@@ -144,7 +144,7 @@ def main(words):
     if args.video:
         try:
             env = record(env, folder / "videos", "evaluation")
-        except Exception as error:  # whatever renderers raise
+        except Exception as error:  # renderers may raise anything
             remedy = "leave it out, or try MUJOCO_GL=egl where there is no display"
             stop(f"--video: {env_id} cannot be recorded ({one_line(error)}); {remedy}")
     returns, cut = evaluate(env, act, args)

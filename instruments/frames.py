@@ -1,4 +1,4 @@
-"""What an Atari policy sees."""
+"""The input of an Atari policy, drawn."""
 
 import sys
 from importlib.util import find_spec
@@ -17,11 +17,11 @@ FRAME_INCHES = 1.1
 
 
 class FrameDump(Instrument):
-    """Draws the input of the first convolution for steps of the first game that follow each other, a row each: at the
-    beginning, and then at intervals of `interval` environment steps.
+    """Draws the input of the first convolution for consecutive steps of the first game, one row per step, at the start
+    and then every `interval` environment steps.
 
-    Frames are in the order of their channels, the newest last. So each row is the one above, shifted by one frame;
-    where it is not, a line says so.
+    Frames are in the order of their channels, the newest last. Each row should equal the row above, shifted by one
+    frame; a warning is printed if it does not.
     """
 
     def __init__(self, interval):
@@ -74,7 +74,7 @@ class FrameDump(Instrument):
 
 
 def first_inputs(policy, obs):
-    """What the first convolution of `policy` gets for `obs`, (n, 4, 84, 84): numpy. Without one, `obs` themselves."""
+    """The input, NumPy, of the first convolution of `policy` for `obs` (n, 4, 84, 84); without a convolution, `obs`."""
     seen = []
     convolutions = [module for module in policy.modules() if isinstance(module, nn.Conv2d)]
     if not convolutions:
@@ -87,9 +87,9 @@ def first_inputs(policy, obs):
 
 
 def in_order(inputs, resets):
-    """Whether most stacks, (n, 4, ...), have the frames of the stack before, one channel further toward the oldest.
+    """Whether most stacks (n, 4, ...) have the frames of the previous stack, one channel further toward the oldest.
 
-    The first stacks of episodes do not count, nor do those in which nothing moves.
+    The first stack of an episode is ignored, and so are stacks in which nothing moves.
     """
     moves = [
         np.array_equal(after[:-1], before[1:])
@@ -100,9 +100,9 @@ def in_order(inputs, resets):
 
 
 def difference(new, old, largest):
-    """A picture, (height, width, 3), of two frames: white where they are equal, red where `new` is brighter.
+    """An image (height, width, 3) of the difference of two frames: white where equal, red where `new` is brighter.
 
-    A change of `largest` has the full color.
+    A change of `largest` has full color.
     """
     change = (new.astype(np.float32) - old) / largest
     brighter, darker = change.clip(0, 1), (-change).clip(0, 1)
@@ -110,9 +110,10 @@ def difference(new, old, largest):
 
 
 def draw(inputs, resets, path):
-    """Write a sheet: a row for each of `inputs`, (n, frames, height, width), a column for each frame.
+    """Write a sheet with a row for each of `inputs` (n, frames, height, width) and a column for each frame.
 
-    One more column is blank if the newest frame of the row above has moved by one channel.
+    An extra column shows the difference of the second newest frame and the newest frame of the row above. It is blank
+    if the frames are in order.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Norms of gradients and weights, layer by layer, and traps for gradients that are zero, explode or are not finite."""
+"""Norms of gradients and weights per layer, and checks for gradients that are zero, explode or are not finite."""
 
 import math
 import statistics
@@ -11,27 +11,27 @@ from tqdm import tqdm
 from common.scripts import optimizers_of, refuse_population
 from instruments.instrument import Instrument, Pace
 
-HISTORY = 100  # looks that say what norm is usual; so many, that slow growth is seen too
+HISTORY = 100  # samples that define the usual norm; many, so that slow growth is noticed too
 EXPLODES = 1000.0  # times the usual norm
-LEAST = 100.0  # the least norm that is called an explosion: a first reward makes small gradients large, too
-ZERO_LOOKS = 3  # in a row, before a warning
-ROUNDING = 1e-6  # of the first moment: a gradient below that is taken for 0
+LEAST = 100.0  # the smallest norm of an explosion: a first reward also makes small gradients large
+ZERO_LOOKS = 3  # in a row before a warning
+ROUNDING = 1e-6  # of the first moment: a smaller gradient counts as 0
 
 
 class GradientWatch(Instrument):
-    """Logs, at intervals, `gradients/<layer>` and `weights/<layer>`, norms; `update_ratios/<layer>`, the norm of the
-    last change over that of the weights; `gradient_histograms/<layer>` and `weight_histograms/<layer>`.
+    """Logs at intervals: norms as `gradients/<layer>` and `weights/<layer>`; the norm of the last change over that of
+    the weights as `update_ratios/<layer>`; `gradient_histograms/<layer>` and `weight_histograms/<layer>`.
 
-    A layer whose gradient is zero for some looks is named once. Where a norm is infinite, NaN or a thousand times what
-    is usual, the run ends with exit code 1, and no checkpoint is written any more. Gradients are as the optimizer gets
-    them: PPO's are clipped by then, so there `grad_norm` among the losses is watched as well.
+    A layer whose gradient stays zero is named once. If a norm is infinite, NaN or a thousand times the usual norm, the
+    run ends with exit code 1, without another checkpoint. Gradients are those that the optimizer gets. PPO clips its
+    gradients before that, so `grad_norm` among its losses is watched as well.
     """
 
     def prepare(self, script, args):
         super().prepare(script, args)
         refuse_population("--watch-gradients", script)
         for name in ("Adam", "ClippedAdam"):
-            if hasattr(script, name):  # before it is compiled or captured
+            if hasattr(script, name):  # before compilation and capture
                 keep_gradients(getattr(script, name))
 
     def start(self, run):
@@ -49,7 +49,7 @@ class GradientWatch(Instrument):
             self.sources[name] = source(learner, name)
 
     def log(self, losses):
-        undefined = "explained_variance"  # where all returns are equal
+        undefined = "explained_variance"  # if all returns are equal
         bad = any(not math.isfinite(value) for name, value in losses.items() if name != undefined)
         if bad or self.numbers.due:
             with self.numbers:
@@ -59,12 +59,12 @@ class GradientWatch(Instrument):
                 self.write_histograms()
 
     def save_if_sound(self):
-        """A checkpoint from after an explosion would replace the last good one."""
+        """Save unless gradients exploded: such a checkpoint would replace the last good one."""
         self.look({})
         return self.save()
 
     def layers(self):
-        """Gradient, weights and the last change of these by layer; before a first step changes are NaN."""
+        """Gradient, weights and the last change of the weights, by layer; changes are NaN before the first step."""
         layers = {}
         for source in self.sources.values():
             layers |= source.layers()
@@ -77,7 +77,7 @@ class GradientWatch(Instrument):
             norms += [tensor.norm() for tensor in tensors]
         if not names:
             return
-        triples = torch.stack(norms).view(len(names), 3).tolist()  # the one wait for the device
+        triples = torch.stack(norms).view(len(names), 3).tolist()  # the only wait for the device
         rows = dict(zip(names, triples, strict=True))
         self.trap_not_finite({name: gradient for name, (gradient, _, _) in rows.items()})
         stepped = {name: row for name, row in rows.items() if not math.isnan(row[2])}
@@ -133,15 +133,15 @@ class GradientWatch(Instrument):
 
 
 def keep_gradients(adam):
-    """Let a script's Adam keep its newest gradients; or, for all that follow, the first that were not finite.
+    """Make a script's Adam keep its newest gradients, or the first non-finite ones once there are any.
 
-    They are what its first moments, a list or one vector, have moved by.
+    They are recovered from the change of its first moments, a list or one vector.
     """
     initialize, step = adam.__init__, adam.step
 
     def __init__(self, weights, *settings, **named_settings):
         initialize(self, weights, *settings, **named_settings)
-        self.gradients = [m.new_zeros(2, *m.shape) for m in listed(self.m)]  # row 1: after some that were not finite
+        self.gradients = [m.new_zeros(2, *m.shape) for m in listed(self.m)]  # row 1: the first non-finite ones
         self.row = torch.zeros(1, dtype=torch.int64, device=self.weights[0].device)
 
     def step_and_keep(self, loss):
@@ -161,12 +161,12 @@ def keep_gradients(adam):
 
 
 def listed(moments):
-    """The moments of an Adam as a list, also if they are one vector for all weights."""
+    """The moments of an Adam as a list, even if they are one vector for all weights."""
     return moments if isinstance(moments, list) else [moments]
 
 
 class TurboLayers:
-    """The layers of an optimizer that keeps gradients, which CUDA graphs write too."""
+    """The layers of an optimizer that keeps gradients, also under CUDA graphs."""
 
     def __init__(self, learner, name):
         self.optimizer = optimizers_of(learner)[name]
@@ -186,7 +186,7 @@ class TurboLayers:
         correction1, correction2 = optimizer.corrections
         layers = {}
         moments = ([kept[0] for kept in optimizer.gradients], listed(optimizer.m), listed(optimizer.v))
-        if hasattr(optimizer, "parts"):  # each is one vector for all weights
+        if hasattr(optimizer, "parts"):  # one vector for all weights
             moments = [optimizer.parts(vector) for (vector,) in moments]
         for name, weights, gradient, m, v in zip(self.names, optimizer.weights, *moments, strict=True):
             change = optimizer.lr * (m / correction1) / ((v / correction2).sqrt() + optimizer.eps)
@@ -199,7 +199,7 @@ class TurboLayers:
 
 
 class ModuleLayers:
-    """The layers of a torch.optim.Adam, whose gradients are kept when it steps: other losses add to them later."""
+    """The layers of a torch.optim.Adam. Gradients are copied at each step, since other losses add to them later."""
 
     def __init__(self, learner, name):
         self.optimizer = optimizers_of(learner)[name]
@@ -224,7 +224,7 @@ class ModuleLayers:
         return dict(zip(self.names, triples, strict=True))
 
     def last_change(self, parameter):
-        """What the last step has subtracted; NaN before the first one, 0 for what never had a gradient."""
+        """The last step's change of a parameter; NaN before the first step, 0 for a parameter without a gradient."""
         if not self.optimizer.state:
             return torch.full_like(parameter, math.nan)
         state = self.optimizer.state.get(parameter)

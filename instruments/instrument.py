@@ -1,35 +1,35 @@
-"""What all instruments share."""
+"""The base of all instruments."""
 
 import time
 
-SHARE = 0.001  # of a run's time, for each thing that an instrument does again and again
+SHARE = 0.001  # of a run's time, for each repeated action of an instrument
 
 
 class Instrument:
-    """Something that watches a run. `script` is the script's module, `run` its Run, or None before it has started."""
+    """An observer of a run. `script` is the script's module, `run` its Run, or None before the start."""
 
     run = None
 
     def prepare(self, script, args):
-        """Before anything of the run is made, and before its seeds are set."""
+        """Called before the run is set up and seeded."""
         self.script = script
 
     def start(self, run):
-        """When everything is made, before the first step."""
+        """Called after setup, before the first step."""
         self.run = run
 
     def log(self, losses):
-        """At each logging interval, before `losses`, floats by name, are logged."""
+        """Called at each logging interval, before `losses` (floats by name) are logged."""
 
     def end(self):
-        """When a run that had started is over, however it has ended."""
+        """Called when a started run ends, for whatever reason."""
 
 
 class Pace:
-    """Lets something happen as often as it stays below a share of the run's time.
+    """Limits a repeated action to a share of the run's time.
 
-    `with pace:` measures what it costs; then `due` is False until that is at most SHARE of the time gone by. Time is
-    that in which the thread works: while others have the processor a run gets nowhere.
+    `with pace:` measures the time of the action. Then `due` is False until this is at most SHARE of the elapsed time.
+    Elapsed is the CPU time of the thread, since a run makes no progress while others use the processor.
     """
 
     def __init__(self):

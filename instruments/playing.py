@@ -1,4 +1,4 @@
-"""Whole episodes in one environment: what evaluation, videos and the random baseline share."""
+"""Whole episodes in one environment, for evaluation, videos and the random baseline."""
 
 import warnings
 from dataclasses import dataclass
@@ -7,23 +7,22 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-MAX_STEPS = 100_000  # of an episode; envpool ends a game after 27 000
-VIDEO_BYTES = 2e9  # of an episode's frames, which are in memory until it ends
+MAX_STEPS = 100_000  # of an episode; envpool ends a game after 27,000
+VIDEO_BYTES = 2e9  # of an episode's frames, kept in memory until it ends
 
 
 @dataclass
 class Episode:
     total: float
-    """sum of its rewards"""
+    """sum of rewards"""
     ended: bool
-    """False: cut after the largest number of steps"""
+    """False if cut after the maximum number of steps"""
 
 
 def play(env, act, seed, max_steps=MAX_STEPS):
-    """Play episodes one after the other, without end; yields each as an Episode.
+    """Play episodes one after another, endlessly; yields each as an Episode.
 
-    `act` maps an observation of `env`, and whether an episode begins with it, to an action. The seed is that of the
-    first episode.
+    `act` maps an observation of `env`, and whether it begins an episode, to an action. `seed` seeds the first episode.
     """
     obs, _ = env.reset(seed=seed)
     while True:
@@ -39,10 +38,10 @@ def play(env, act, seed, max_steps=MAX_STEPS):
 
 
 def acting(policy, space, inputs):
-    """What `play` takes for a policy: a module, (batch, ...) to actions in units of the action space `space`.
+    """The function `act` for `play`, from a policy module that maps (batch, ...) to actions in the space `space`.
 
-    `inputs` are examples of what the module takes: observations, and a state if it has a memory. Such a policy returns
-    its next state beside the actions. An episode begins with a state of 0.
+    `inputs` are example inputs of the module: observations, and a state if it has memory. A policy with memory returns
+    actions and the next state. An episode begins with a state of 0.
     """
     example, *states = inputs
     first_state = [torch.zeros_like(state[:1]) for state in states]
@@ -65,7 +64,7 @@ def acting(policy, space, inputs):
 
 
 def is_atari(env_id):
-    """Whether this is one of envpool's Atari games, and gymnasium has no environment of that name."""
+    """Whether this is an Atari game of envpool and not an environment of gymnasium."""
     try:
         from envpool.registration import registry
     except ImportError:
@@ -75,7 +74,7 @@ def is_atari(env_id):
 
 
 def make_env(env_id, seed, render_mode=None):
-    """One environment for whole episodes. Observations with several parts are flattened to vectors."""
+    """Make one environment for whole episodes. Composite observations are flattened to vectors."""
     if is_atari(env_id):
         return AtariGame(env_id, seed, render_mode)
     env = gym.make(env_id, **{"render_mode": render_mode} if render_mode else {})
@@ -85,7 +84,7 @@ def make_env(env_id, seed, render_mode=None):
 
 
 class AtariGame(gym.Env):
-    """One Atari game in envpool: an episode is a whole game, rewards are the game's."""
+    """One Atari game in envpool. An episode is a whole game with its raw rewards."""
 
     def __init__(self, env_id, seed, render_mode=None):
         import envpool
@@ -99,7 +98,7 @@ class AtariGame(gym.Env):
         self.metadata = {"render_modes": ["rgb_array"], "render_fps": 15}
 
     def reset(self, *, seed=None, options=None):
-        """The seed was given to `__init__`."""
+        """`seed` is ignored: envpool takes it in `__init__`."""
         super().reset(seed=seed)
         obs, _ = self.pool.reset()
         return obs[0], {}
@@ -114,9 +113,9 @@ class AtariGame(gym.Env):
 
 
 def record(env, folder, name):
-    """`env`, made with render_mode="rgb_array", with a video of each episode: <folder>/<name>-episode-<n>.mp4."""
+    """Wrap `env` (render_mode="rgb_array") to record each episode as <folder>/<name>-episode-<n>.mp4."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a window system that is missing also raises; older videos may be replaced
+        warnings.simplefilter("ignore")  # a missing window system raises as well; older videos may be replaced
         env.reset()
         frame = env.render()
         if not isinstance(frame, np.ndarray):

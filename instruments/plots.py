@@ -1,4 +1,4 @@
-"""Draw runs side by side: episodic return, with a random policy's as a dashed line, and whatever else was logged.
+"""Plot runs together: episodic return, with a random policy's as a dashed line, and any other logged values.
 
     python -m instruments.plots runs/ONE runs/OTHER --tags losses/entropy "gradients/actor.*" --output runs.png
 
@@ -32,15 +32,15 @@ class Args:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """folders of runs"""
     tags: tuple[str, ...] = ()
-    """names of what TensorBoard shows, with * for any letters; each gets a panel"""
+    """TensorBoard tags, with * as a wildcard; each gets a panel"""
     labels: tuple[str, ...] = ()
-    """names of the runs in the legend (by default those of their folders)"""
+    """names of the runs in the legend (default: their folders)"""
     output: Path = Path("runs.png")
     """PNG or SVG file to write"""
 
 
 def draw_run(all_axes, events, tags, label, color):
-    """Draw one run into all panels."""
+    """Plot one run in all panels."""
     known = events.Tags()["scalars"]
     if RETURN in known:
         steps, returns = series(events, RETURN)
@@ -55,14 +55,14 @@ def draw_run(all_axes, events, tags, label, color):
 
 
 def with_seed(folder, label):
-    """A run's name in the legend: the seed belongs to it."""
-    with contextlib.suppress(OSError, ValueError, KeyError):  # there is no config.json, or it is damaged
+    """A run's name in the legend, with its seed."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # config.json is missing or damaged
         label = f"{label}, seed {json.loads((folder / 'config.json').read_text())['seed']}"
     return label
 
 
 def draw(args):
-    """Write the picture."""
+    """Write the figure."""
     tags = args.tags
     figure = Figure(figsize=(5 * (1 + len(tags)), 4), layout="constrained")
     all_axes = figure.subplots(1, 1 + len(tags), squeeze=False)[0]

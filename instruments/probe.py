@@ -1,10 +1,10 @@
-"""Train a script, or an edited copy of one, on tiny environments with known answers. Each tests one part of it.
+"""Train a script, or an edited copy, on tiny environments with known answers. Each tests one part of the algorithm.
 
     python -m instruments probe leanrl/sac_continuous_action.py --threads 1
 
-The flags are the script's; environment, discount factor and folder are the probe's. Five environments are those of
-Andy Jones (https://andyljones.com/posts/rl-debugging.html), the sixth truncates its episodes. If several fail, start
-with the first. The exit code is then 1.
+Flags are those of the script; the probe sets environment, discount factor and folder. Five environments are from Andy
+Jones (https://andyljones.com/posts/rl-debugging.html); the sixth truncates its episodes. The exit code is 1 if any
+fails. If more than one fails, start with the first.
 """
 
 import dataclasses
@@ -43,18 +43,18 @@ ON_POLICY = {"total_timesteps": 5120, "learning_rate": 3e-3, "num_envs": 4}
 
 @dataclass
 class Probe:
-    """An environment, and what a learner should find: the value of each state, or the best action in it."""
+    """An environment and the correct answers: the value of each state or the best action in it."""
 
     name: str
     states: tuple[float, ...]
-    """observations: in an episode of one step a random one, else one after the other"""
+    """observations: a random one in episodes of one step, otherwise in sequence"""
     reward: Callable[[float, float], float]
-    """of the state and the action, both from -1 to 1"""
+    """reward of a state and an action, both from -1 to 1"""
     asks: str
     """"value" or "action" """
     expected: tuple[float, ...]
     failure: str
-    """what a wrong answer points to"""
+    """the likely cause of a wrong answer"""
     steps: int = 1
     truncates: bool = False
 
@@ -155,9 +155,9 @@ for probe in PROBES:
 
 @torch.no_grad()
 def answers(learner, probe, discrete):
-    """What the learner has found."""
+    """The learner's answers."""
     obs = torch.tensor(probe.states, dtype=torch.float32)[:, None]
-    policy, (_, *state) = learner.policy()  # the state of a memory, if it has one, is 0 before
+    policy, (_, *state) = learner.policy()  # the initial state of a memory, if there is one, is 0
     actions = policy(obs, *(torch.zeros(len(obs), *tensor.shape[1:]) for tensor in state))
     if isinstance(actions, tuple):
         actions, _ = actions
@@ -169,9 +169,9 @@ def answers(learner, probe, discrete):
 
 
 def values(learner, obs, actions, steps):
-    """The states' values in units of the environment's rewards; those of critics are for the policy's actions.
+    """Values of the states in units of the environment's rewards; critics are evaluated at the policy's actions.
 
-    In an episode of several `steps` a policy with memory has seen the states before.
+    In an episode of multiple `steps`, a policy with memory has seen the previous states.
     """
     if hasattr(learner, "normalizer"):
         scaled = torch.as_tensor(learner.normalizer.scale_obs(obs.numpy()), device=learner.device)
@@ -183,14 +183,14 @@ def values(learner, obs, actions, steps):
     obs = obs.to(learner.device)
     if hasattr(learner, "q"):
         found = learner.q(obs)
-        return (found[0] if isinstance(found, tuple) else found).amax(-1)  # of a network with another head
+        return (found[0] if isinstance(found, tuple) else found).amax(-1)  # of a network with a second head
     if hasattr(learner, "q_values"):
         return learner.q_values(learner.critics, obs, actions).amin(0)
     return torch.stack([critic(obs, actions) for critic in learner.critics]).amin(0)
 
 
 def values_with_memory(learner, scaled, steps):
-    """The values of normalized states by an agent with memory, whose state is 0 where an episode begins."""
+    """Values of normalized states by an agent with memory, starting from a recurrent state of 0."""
     state = torch.zeros(1, learner.agent.state_dim, device=scaled.device)
     found = []
     for row in scaled.split(1):
@@ -202,16 +202,16 @@ def values_with_memory(learner, scaled, steps):
 
 
 def find(script, args, probe, discrete):
-    """Train on the probe's environment, and return what the learner has found."""
+    """Train on the probe's environment and return the learner's answers."""
     learners = []
 
     def start(run):
         learners.append(run.learner)
-        run.save = lambda: None  # takes longer than such a run
+        run.save = lambda: None  # would take longer than the run
         run.bar.leave = False
 
     if getattr(args, "compile", False):
-        torch.compiler.reset()  # what is compiled is not guarded against another learner
+        torch.compiler.reset()  # compiled code has no guards against another learner
     try:
         train(script, args, start)
     except SystemExit as stop:
@@ -223,7 +223,7 @@ def find(script, args, probe, discrete):
 
 
 def line(probe, found):
-    """Whether the answers are right, and what is printed about them."""
+    """Whether the answers are right, and the line to print."""
     good = np.allclose(found, probe.expected, rtol=0.05, atol=TOLERANCE[probe.asks])
     expected, found = (" ".join(f"{x:5.2f}" for x in numbers) for numbers in (probe.expected, found))
     verdict = "ok" if good else f"failed: {probe.failure}"
@@ -231,7 +231,7 @@ def line(probe, found):
 
 
 def main(path, script, words):
-    """Probe a script, the module loaded from `path`, with the flags `words`."""
+    """Probe the module `script`, loaded from `path`, with the flags `words`."""
     if hasattr(script, "make_games"):
         stop(f"probe {path}: it plays Atari games, which have no known answers; give a script for vectors")
     refuse_population(f"probe {path}", script)

@@ -1,4 +1,4 @@
-"""Where the time of steady training goes."""
+"""A profile of training in steady state."""
 
 import sys
 
@@ -13,11 +13,11 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 class Profile(Instrument):
-    """Records the last 20 vector steps before a log, or all if there are fewer, once training is steady: PPO's with the
-    update that follows.
+    """Records the last 20 steps of the vector environment before a log (all, if there are fewer) in steady state; for
+    PPO, including the update that follows.
 
-    Writes trace.json, for chrome://tracing or ui.perfetto.dev, and prints the ten most expensive operators, and on CUDA
-    how often the host waited.
+    Writes trace.json for chrome://tracing or ui.perfetto.dev, and prints the ten most expensive operators and, on CUDA,
+    the number of times that the host waited.
     """
 
     profiler = None
@@ -26,7 +26,7 @@ class Profile(Instrument):
 
     def prepare(self, script, args):
         super().prepare(script, args)
-        interval = getattr(script, "LOG_INTERVAL", None) or args.num_steps  # vector steps
+        interval = getattr(script, "LOG_INTERVAL", None) or args.num_steps  # steps of the vector environment
         self.steps = min(STEPS, interval)
         self.idle = interval - self.steps
 
@@ -42,7 +42,7 @@ class Profile(Instrument):
             self.wait(self.idle)
 
     def wait(self, steps):
-        """Begin to record after so many calls of `run.advance`, one for each vector step."""
+        """Start recording after `steps` calls of `run.advance`, one per step of the vector environment."""
         advance = self.run.advance
         calls = 0
 

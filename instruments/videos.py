@@ -1,4 +1,4 @@
-"""A look at the agent in the middle of a run."""
+"""Videos of the agent during a run."""
 
 import sys
 
@@ -23,7 +23,7 @@ class VideoOnDemand(Instrument):
         self.request.unlink()
         try:
             self.record(f"step-{self.run.step}")
-        except Exception as error:  # whatever renderers raise
+        except Exception as error:  # renderers may raise anything
             tqdm.write(f"warning: no video: {one_line(error)}; training goes on", file=sys.stderr)
 
     def record(self, name):

@@ -1,4 +1,4 @@
-"""What the runs are doing: a live table in a terminal, and a line for each run that has ended elsewhere."""
+"""Progress of the runs: a live table in a terminal; elsewhere, a line for each run that has ended."""
 
 import re
 import sys
@@ -14,12 +14,12 @@ BAR = re.compile(  # the scripts' progress bar
     r"(?:, return=(?P<return>[-\d.enaif]+))?"
 )
 COLUMNS = ("run", "state", "step", "return", "steps/s", "time left", "machine")
-STATES = ("failed", "running", "queued", "interrupted", "done")  # as the table shows them, from the top
-MARGIN = 6  # lines of the terminal that are not used for runs
+STATES = ("failed", "running", "queued", "interrupted", "done")  # in the order of the table
+MARGIN = 6  # lines of the terminal reserved for other output
 
 
 def progress(log):
-    """What the last progress bar in a log says, as text by column; empty if there is none."""
+    """The values of the last progress bar in a log, as text by column; empty if there is none."""
     bars = list(BAR.finditer(tail(log))) if log.exists() else []
     if not bars:
         return {}
@@ -32,13 +32,13 @@ def progress(log):
 
 
 class Board:
-    """The states of all runs, as a context. `session` is the cluster's, which tells today's runs from earlier ones."""
+    """Context manager that shows the states of all runs. Runs of other sessions than `session` are earlier ones."""
 
     def __init__(self, session):
         self.session = session
-        self.rows = {}  # order by name
+        self.rows = {}  # orders by name
         self.outcomes = {}
-        self.ended = {}  # rows of the table, of runs that are over
+        self.ended = {}  # rows of the table for runs that have ended
         self.console = Console(file=sys.stderr)
         self.live = Live(self.table(), console=self.console, auto_refresh=False, transient=True)
 
@@ -56,7 +56,7 @@ class Board:
         self.ended.pop(order.name, None)
 
     def end(self, order, outcome):
-        """Tell that a run is over."""
+        """Report that a run has ended."""
         self.outcomes[order.name] = outcome
         self.ended[order.name] = self.state(order)
         line = f": {outcome['line']}" if "line" in outcome else ""
@@ -69,7 +69,7 @@ class Board:
             self.live.update(self.table(), refresh=True)
 
     def state(self, order):
-        """A row of the table: all columns but the run's name."""
+        """A row of the table, without the run's name."""
         ours = started(order.folder)
         begun = ours.get("session") == self.session
         state = "running" if begun else "queued"

@@ -1,4 +1,4 @@
-"""Runs on Ray: on this machine, or on a cluster that is there already."""
+"""Runs on Ray, on this machine or on an existing cluster."""
 
 import os
 import secrets
@@ -17,14 +17,14 @@ from launch import worker
 from launch.orders import Order
 from tools import mkl_on_amd
 
-ATTEMPTS = 5  # at a run whose machine or process died
+ATTEMPTS = 5  # of a run whose machine or process died
 LOOPBACK = "127.0.0.1"
 
 
 def connect(address, **settings):
-    """Connect to the Ray cluster at `address`, else at RAY_ADDRESS, else start one on this machine for this command.
+    """Connect to the Ray cluster at `address` or RAY_ADDRESS, or start one on this machine for this command.
 
-    `settings` are ray.init's.
+    `settings` are passed to ray.init.
     """
     address = address or os.environ.get("RAY_ADDRESS")
     settings |= {"log_to_driver": False, "logging_level": "ERROR"}
@@ -38,28 +38,28 @@ def connect(address, **settings):
             refuse("address", address, f"no Ray cluster answers there ({str(error).splitlines()[0]})")
     for module in (worker, processes):
         ray.cloudpickle.register_pickle_by_value(module)
-    processes.end_as_at_ctrl_c()  # ray.init sets handlers of its own
+    processes.end_as_at_ctrl_c()  # ray.init installs its own handlers
 
 
 def require_answer(address):
-    """OSError if nothing listens at HOST:PORT, on which Ray itself would wait for minutes."""
+    """Raise OSError if nothing listens at HOST:PORT; Ray itself would wait for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
 class Cluster:
-    """The runs that are queued and running. All of them end when this program does."""
+    """The queued and running runs. All of them end when this program ends."""
 
     def __init__(self, address, cpus, gpus, mkl, out):
         connect(address)
         if gpus is None:
             gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
-        self.slots = sys.maxsize  # runs at a time
+        self.slots = sys.maxsize  # runs at the same time
         for name, number in (("CPU", cpus), ("GPU", gpus)):
             there = [node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"]]
             if not 0 <= number <= max(there):
-                remedy = f"give at most {max(there):g}, what the largest machine has"
+                remedy = f"give at most {max(there):g}, as many as the largest machine has"
                 refuse(f"{name.lower()}s-per-run", number, remedy)
             if number:
                 self.slots = min(self.slots, sum(int(amount / number) for amount in there))
@@ -68,7 +68,7 @@ class Cluster:
         self.stop_file.write_text("")
         self.environment = {"OMP_NUM_THREADS": str(max(1, int(cpus)))}
         if mkl:
-            library = shutil.copy(mkl_on_amd.library(), out)  # where all machines see it
+            library = shutil.copy(mkl_on_amd.library(), out)  # all machines can read it there
             if " " in str(library):
                 refuse("out", out, "give a folder without a space in its name, for --mkl-on-amd")
             self.environment["LD_PRELOAD"] = str(library)
@@ -81,14 +81,14 @@ class Cluster:
         self.tasks[self.train.remote(order.message(self.session, self.environment, self.stop_file))] = order
 
     def finished(self, timeout=0.5):
-        """Orders that are over, each with its outcome (`worker.train`), after waiting for the first of them."""
+        """Wait up to `timeout` seconds for a run to end; returns its order and outcome (`worker.train`) in a list."""
         ready, _ = ray.wait(list(self.tasks), timeout=timeout)
         return [(self.tasks.pop(task), outcome(task)) for task in ready]
 
     def stop(self):
-        """End all runs, with their checkpoints."""
+        """End all runs; each saves a checkpoint."""
         with processes.undisturbed():
-            self.stop_file.write_text("stop")  # Ray can crash when it cancels a task that it is starting
+            self.stop_file.write_text("stop")  # Ray can crash when it cancels a task that is just starting
             for task, order in self.tasks.items():
                 if worker.started(order.folder).get("session") == self.session:
                     outcome(task)
@@ -106,5 +106,5 @@ def outcome(task):
 
 
 def folder_of(out, script):
-    """The folder of a script's runs, which all machines see, for this command alone: a context."""
+    """Context manager that locks the folder of a script's runs, shared by all machines, for this command."""
     return locked("out", out, script.path.stem)

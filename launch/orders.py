@@ -1,4 +1,4 @@
-"""Which runs a command asks for: a script, its flags, and every combination of environments, settings and seeds."""
+"""The runs that a command requests: a script with every combination of environments, settings and seeds."""
 
 import contextlib
 import dataclasses
@@ -18,14 +18,14 @@ from launch.worker import ORDER, read, write
 
 OURS = {"env-id": "--env-ids sets it", "seed": "--seeds sets it", "run-dir": "--out sets it"}
 OURS |= {"resume": "launch resumes"}
-CHECKPOINTS = 20  # of a run, unless --checkpoint-interval says otherwise: a machine that dies costs a twentieth
+CHECKPOINTS = 20  # per run without --checkpoint-interval: a machine that dies costs at most a twentieth of a run
 SWITCH = {"True": True, "true": True, "False": False, "false": False}
-ONLY = "base"  # the name of the only setting
+ONLY = "base"  # the name of the setting if there is only one
 
 
 @dataclass
 class Script:
-    """A script to run, and the flags that it has."""
+    """A script to run, and its flags."""
 
     path: Path
 
@@ -43,7 +43,7 @@ class Script:
         return getattr(args, self.fields[name].name)
 
     def check(self, name, given):
-        """The name of a flag, with dashes; refuses what the script does not have. `given` is what the user wrote."""
+        """The name of a flag, with dashes; refuses flags that the script lacks. `given` is the user's argument."""
         name = name.replace("_", "-")
         if name not in self.fields:
             close = difflib.get_close_matches(name, self.fields, n=1)
@@ -52,13 +52,13 @@ class Script:
         return name
 
     def flag(self, name, value):
-        """A flag with its value as a word of the command line; a switch takes True or False."""
+        """A flag with its value as one word of the command line; `value` of a switch is True or False."""
         if self.fields[name].type is bool and value in SWITCH:
             return f"--{name}" if SWITCH[value] else f"--no-{name}"
         return f"--{name}={value}"
 
     def parse(self, flags):
-        """The script's arguments; one line and exit code 2 if it does not accept `flags`."""
+        """Parse `flags` with the script; print one line and exit with code 2 if it does not accept them."""
         flags = tuple(flags)
         if flags in self.parsed:
             return self.parsed[flags]
@@ -71,7 +71,7 @@ class Script:
             stop(f"{self.path.name} does not accept {words}; see python {self.path} --help")
 
     def ask(self, flags):
-        """Have the script check its arguments as it does when it starts."""
+        """Have the script check the arguments `flags` as it does at startup."""
         args = self.parse(flags)
         if "threads" in self.fields:
             args = dataclasses.replace(args, threads=min(args.threads, 0))  # another machine may have more cores
@@ -86,11 +86,11 @@ class Script:
 
 @dataclass
 class Order:
-    """A run: of `script` with `flags`, in its own `folder`, until `until` or, without it, to its end."""
+    """A run of `script` with `flags` in its own `folder`, up to step `until` if given, else to its end."""
 
     script: Script
     env_id: str
-    label: str  # what tells this run from others of its environment and seed
+    label: str  # distinguishes this run from others with its environment and seed
     seed: int
     flags: list[str]
     total: int  # environment steps to the end of the run's schedules
@@ -106,7 +106,7 @@ class Order:
         return f"{self.env_id} {self.label} seed {self.seed}"
 
     def message(self, session, environment, stop):
-        """What the worker is sent; `stop` is the file that ends the run as soon as there is something in it."""
+        """The message for the worker. The run ends as soon as the file `stop` has content."""
         return {
             "folder": str(self.folder),
             "script": self.script.path.name,
@@ -122,7 +122,7 @@ class Order:
         }
 
     def place(self):
-        """Make the run's folder, or use the one of the same run; refuse another's."""
+        """Create the run's folder or reuse it for the same run; refuse the folder of another run."""
         own = [word for word in self.flags if not word.startswith(("--run-dir=", "--threads="))]
         identity = {"flags": own, "script": hashlib.sha256(self.script.text.encode()).hexdigest()[:12]}
         path = self.folder / ORDER
@@ -134,7 +134,7 @@ class Order:
 
 
 def setting_name(setting):
-    """What tables call a setting, a dictionary of flags."""
+    """The name of a setting, a dictionary of flags, in tables."""
     return ", ".join(f"{name}={value}" for name, value in setting.items()) or ONLY
 
 
@@ -143,15 +143,15 @@ def folder_name(text):
 
 
 def refuse_ours(name, given, ours):
-    """Refuse a flag of the script that the command itself sets: `ours` says what to do instead."""
+    """Refuse a flag of the script that the command itself sets; `ours` maps it to the remedy."""
     if name in ours:
         stop(f"{given}: leave it out; {ours[name]}")
 
 
 def check_flags(script, flags, taken, ours):
-    """Refuse flags after the two dashes that the script does not have, or that are given before them.
+    """Refuse flags after the two dashes that the script does not have or that are also given before the dashes.
 
-    `taken` are the names of those that differ between runs, `ours` of those that the command sets.
+    `taken` are the names of flags that differ between runs, `ours` of flags that the command sets.
     """
     for word in flags:
         if not word.startswith("--"):
@@ -170,7 +170,7 @@ def named(word):
 
 
 def once(argument, lists):
-    """Refuse a flag that is given twice by `argument`; each of `lists` starts with a flag's name."""
+    """Refuse a flag that `argument` gives twice; each of `lists` starts with the name of a flag."""
     names = [words[0].replace("_", "-") for words in lists if words]
     for name in names:
         if names.count(name) > 1:
@@ -178,7 +178,7 @@ def once(argument, lists):
 
 
 def order(script, env_id, setting, seed, flags, out, threads, label=None, until=None):
-    """A run with the flags of `setting`, a dictionary, and `flags`, in out/<script>/<env_id>/<label>/<seed>."""
+    """A run with the flags in the dictionary `setting` and in `flags`, in out/<script>/<env_id>/<label>/<seed>."""
     words = words_of(script, setting, flags)
     given = {named(word) for word in words if word.startswith("--")}
     args = script.parse(words)
@@ -194,7 +194,7 @@ def order(script, env_id, setting, seed, flags, out, threads, label=None, until=
 
 
 def settings_of(script, grid):
-    """Every combination of the values in `grid`, which has a flag's name and its values in each entry."""
+    """Every combination of the values in `grid`; an entry is the name of a flag and its values."""
     choices = {}
     once("grid", grid)
     for words in grid:
@@ -208,7 +208,7 @@ def settings_of(script, grid):
 
 
 def ask(script, settings, seeds, flags):
-    """Have the script check what its runs will be given, before any of them starts."""
+    """Have the script check the arguments of all runs before any of them starts."""
     for setting in settings:
         script.ask(words_of(script, setting, flags))
     for seed in seeds:
@@ -216,12 +216,12 @@ def ask(script, settings, seeds, flags):
 
 
 def words_of(script, setting, flags):
-    """The flags of a setting, a dictionary, and those that all have, as words of a command line."""
+    """The flags of a setting, a dictionary, and the common `flags`, as words of a command line."""
     return [script.flag(name, value) for name, value in setting.items()] + flags
 
 
 def orders(script, env_ids, grid, seeds, flags, out, threads):
-    """All runs, seed by seed, so that a first row of results is there soon."""
+    """All runs, ordered by seed, so that the first results of every setting arrive early."""
     settings = settings_of(script, grid)
     check_flags(script, flags, settings[0], OURS)
     ask(script, settings, seeds, flags)

@@ -1,4 +1,4 @@
-"""What finished runs came to: a table, learning curves, and one page with both."""
+"""Results of finished runs: a table, learning curves, and a page with both."""
 
 import html
 import json
@@ -41,7 +41,7 @@ pre {{ white-space: pre-wrap; }}
 
 
 def result(order):
-    """A finished run's curve, and the summaries of its attempts put together; None if it is not finished."""
+    """A finished run's curve and the combined summaries of its attempts; None if it is not finished."""
     attempts = summaries(order.folder)
     if done_step(order.folder) < order.steps or not attempts:
         return None
@@ -58,7 +58,7 @@ def result(order):
 
 
 def grouped(orders):
-    """Results of the runs that have some, as {env_id: {setting: [result of each seed]}}."""
+    """The available results, as {env_id: {setting: [result of each seed]}}."""
     groups = defaultdict(lambda: defaultdict(list))
     for order in orders:
         own = result(order)
@@ -88,7 +88,7 @@ def table(groups):
 
 
 def write(orders, out, title, command):
-    """Write results.md, results.html, results.json and a picture of each environment's curves to `out`; the table."""
+    """Write results.md, results.html, results.json and a figure per environment to `out`; returns the table."""
     groups = grouped(orders)
     shown = table(groups)
     parts = [f"<p>{ABOUT}</p>", f'<div class="wide">{shown.html()}</div>']
@@ -106,11 +106,11 @@ def write(orders, out, title, command):
 
 
 def write_page(path, title, command, parts):
-    """Write a page that needs no other file; `parts` are HTML."""
+    """Write a self-contained page; `parts` are HTML."""
     path.write_text(PAGE.format(title=html.escape(title), command=html.escape(command), body="\n".join(parts)))
 
 
 def inline(svg):
-    """A picture as part of a page."""
+    """A figure as part of a page."""
     text = svg.decode()
     return text[text.index("<svg") :]

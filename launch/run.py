@@ -3,8 +3,8 @@
     python -m launch run leanrl/td3_continuous_action_torchcompile.py --env-ids HalfCheetah-v5 Hopper-v5 \\
         --seeds 1 2 3 --grid learning-rate 3e-4 1e-3 -- --compile --total-timesteps 200000
 
-What follows the two dashes goes to the script. Run the same command again to continue: finished runs are not run
-again, others resume from their last checkpoint. Results are in <out>/<script>: results.html, and a folder per run.
+Arguments after the two dashes go to the script. Run the same command again to continue: finished runs are skipped,
+others resume from their last checkpoint. Results are in <out>/<script>: results.html, and a folder per run.
 """
 
 import shlex
@@ -25,15 +25,15 @@ from launch.worker import done_step
 @dataclass
 class Resources:
     address: str | None = None
-    """Ray cluster, such as HOST:6379 (by default RAY_ADDRESS, else this machine alone)"""
+    """Ray cluster, such as HOST:6379 (default: RAY_ADDRESS, or this machine alone)"""
     cpus_per_run: float = 1.0
-    """CPU cores of each run, and its threads"""
+    """CPU cores, and threads, of each run"""
     gpus_per_run: float | None = None
-    """GPUs of each run; 0.25 puts four on one (by default 1 if there are any, else 0)"""
+    """GPUs of each run; 0.25 puts four runs on one GPU (default: 1 if there are any, else 0)"""
     mkl_on_amd: bool = False
     """run with tools/mkl_on_amd.py, which speeds up matmuls on AMD processors"""
     out: Path = Path("runs/launch")
-    """folder for the runs, which all machines see"""
+    """folder for the runs, shared by all machines"""
 
     @property
     def threads(self):
@@ -49,15 +49,15 @@ class Args(Resources):
     script: tyro.conf.Positional[Path] = tyro.MISSING
     """script of leanrl/, or an edited copy of one"""
     env_ids: tuple[str, ...] = ()
-    """environments (by default the script's)"""
+    """environments (default: the script's)"""
     seeds: tuple[int, ...] = (1,)
-    """seeds of each"""
+    """seeds of each environment and setting"""
     grid: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
-    """a flag of the script and its values; several --grid are combined"""
+    """a flag of the script and its values; all combinations of multiple --grid are run"""
 
 
 def parse(words, kind, name, description):
-    """The arguments before the two dashes, and the script's flags after them."""
+    """Parse the arguments before the two dashes; returns them and the script's flags after the dashes."""
     at = words.index("--") if "--" in words else len(words)
     args = tyro.cli(kind, args=words[:at], prog=f"python -m launch {name}", description=description)
     distinct(args, "seeds")
@@ -78,7 +78,7 @@ def main(words):
 
 
 def end(outcomes):
-    """End with exit code 1 if runs have failed."""
+    """Exit with code 1 if runs have failed."""
     failed = [name for name, own in outcomes.items() if own["status"] == "failed"]
     if failed:
         count = f"{len(failed)} of {len(outcomes)} runs failed"
@@ -87,7 +87,7 @@ def end(outcomes):
 
 
 def run_all(cluster, todo):
-    """Execute all runs, and show them; the outcome of each (`worker.train`), by the order's name."""
+    """Execute and show all runs; returns the outcome of each (`worker.train`), by the name of the order."""
     for order in todo:
         order.place()
     with Board(cluster.session) as board:
@@ -104,7 +104,7 @@ def run_all(cluster, todo):
 
 
 def begin(order, cluster, board):
-    """Queue a run; True if it is finished already."""
+    """Queue a run; returns True if it has already finished."""
     board.add(order)
     if done_step(order.folder) >= order.steps:
         board.end(order, {"status": "done"})
@@ -114,7 +114,7 @@ def begin(order, cluster, board):
 
 
 def interrupted(cluster, board):
-    """End all runs and this program, with exit code 130."""
+    """End all runs, then exit with code 130."""
     board.live.stop()
     print("interrupted: waiting for the runs' checkpoints", file=sys.stderr)
     cluster.stop()

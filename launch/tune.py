@@ -1,15 +1,15 @@
-"""Search for hyper-parameters: Optuna proposes, Ray trains, and the best third of the trials goes on.
+"""Search for hyper-parameters: Optuna proposes trials, Ray trains them, and the best third continues.
 
     python -m launch tune leanrl/dqn.py --env-id Acrobot-v1 --seeds 1 2 --trials 30 \\
         --range learning-rate 1e-4 1e-2 log --choice batch-size 64 128 256 -- --total-timesteps 50000
 
-What follows the two dashes goes to the script. A trial is a setting of the flags, trained with every seed. Its value is
-the mean return of the last 20 episodes, averaged over the seeds. Trials come in brackets of successive halving
-(Jamieson and Talwalkar 2016, arXiv:1502.07943): all of them train to the first rung, the best third goes on to the next
-one from its checkpoints, and so on. With 3 rungs these are a ninth, a third and all of --total-timesteps. Schedules are
-those of the whole run, and no step is trained twice.
+Arguments after the two dashes go to the script. A trial is a setting of the flags, trained with every seed. Its value
+is the mean return of the last 20 episodes, averaged over seeds. Trials are grouped in brackets of successive halving
+(Jamieson and Talwalkar 2016, arXiv:1502.07943): all trials train to the first rung, the best third continues from its
+checkpoints to the next rung, and so on. With 3 rungs, these are at a ninth, a third and all of --total-timesteps.
+Schedules are those of the whole run, and no step is trained twice.
 
-Run the same command again to continue or to extend a search. A search space can be a file, too:
+Run the same command again to continue or extend a search. The search space can also be a file:
 
     [learning-rate]
     low = 1e-4
@@ -48,11 +48,11 @@ from launch.orders import refuse_ours
 from launch.run import Resources, begin, end, interrupted, parse
 from launch.worker import done_step, has_diverged, summaries
 
-KEEP = 3  # one of so many trials goes on to the next rung
+KEEP = 3  # one in KEEP trials continues to the next rung
 KEYS = {"low", "high", "log"}  # of a range in a TOML file
 OURS = orders.OURS | {"env-id": "--env-id sets it"}
 NEVER_SEARCHED = OURS | {"total-timesteps": "give it after the two dashes, for all trials"}
-WORST = -math.inf  # the value of a trial that has not ended an episode, or has diverged
+WORST = -math.inf  # the value of a trial that has diverged or ended no episode
 SHOWN = 10  # trials in the table
 
 
@@ -61,27 +61,27 @@ class Args(Resources):
     script: tyro.conf.Positional[Path] = tyro.MISSING
     """script of leanrl/, or an edited copy of one"""
     env_id: str | None = None
-    """environment (by default the script's)"""
+    """environment (default: the script's)"""
     seeds: tuple[int, ...] = (1, 2)
     """seeds of each trial"""
     trials: int = 30
     """settings to try"""
     rungs: int = 3
-    """times at which trials are compared; each lasts three times as long as the one before (1: all train to the end)"""
+    """comparisons of trials, each after three times as many steps as the one before (1: all train to the end)"""
     range: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
-    """a flag of the script, its smallest and largest value, and "log" if it is to be drawn on a logarithmic scale"""
+    """a flag of the script, its smallest and largest value, and "log" for a logarithmic scale"""
     choice: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
     """a flag of the script and the values to choose from"""
     space: Path | None = None
-    """TOML file with more flags, see above"""
+    """TOML file with more flags, as above"""
     search_seed: int = 1
     """seed of the proposals"""
     out: Path = Path("runs/tune")
-    """folder for the search, which all machines see"""
+    """folder for the search, shared by all machines"""
 
 
 def search_space(script, args):
-    """The distributions that the arguments ask for, by flag."""
+    """The requested distributions, by flag."""
     space = {}
     for given, name, entry in entries(args):
         name = script.check(name, given)
@@ -98,7 +98,7 @@ def search_space(script, args):
 
 
 def entries(args):
-    """What the user has written, a flag's name, and what a TOML file has under it, for each flag to search for."""
+    """For each flag of the search: the user's argument, the flag's name, and its entry in the form of the TOML file."""
     for words in args.range:
         name, *limits = words or [""]
         given = f"--range {' '.join(words)}"
@@ -116,7 +116,7 @@ def entries(args):
 
 
 def entries_in(path):
-    """The same of a TOML file."""
+    """The entries of a TOML file, in the same form."""
     try:
         found = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -129,7 +129,7 @@ def entries_in(path):
 
 
 def is_entry(entry):
-    """Whether this is a range or a list of choices."""
+    """Whether a value is a range or a list of choices."""
     if not isinstance(entry, dict):
         return False
     if set(entry) == {"choices"}:
@@ -139,7 +139,7 @@ def is_entry(entry):
 
 
 def one_of(script, name, values, given):
-    """A choice between values of a flag."""
+    """A choice among values of a flag."""
     values = [str(value) for value in values]
     if not values:
         stop(f"{given}: give its values")
@@ -151,7 +151,7 @@ def one_of(script, name, values, given):
 
 
 def between(script, name, low, high, log, given):
-    """A range of a flag: of whole numbers if those are what the script takes."""
+    """A range of a flag, of whole numbers if the flag takes these."""
     whole = script.fields[name].type is int
     if not math.isfinite(low) or not math.isfinite(high):
         stop(f"{given}: give finite numbers")
@@ -168,7 +168,7 @@ def between(script, name, low, high, log, given):
 
 
 def defaults(script, space, flags):
-    """The script's own values, if the search space has them all; else None."""
+    """The script's default values if the search space contains all of them, else None."""
     args = script.parse(flags)
     values = {}
     for name, distribution in space.items():
@@ -183,13 +183,13 @@ def defaults(script, space, flags):
 
 
 def drop_unfinished_line(journal):
-    """Cut what a crash has left of the last line that it wrote: Optuna would write on in the same line."""
+    """Remove an incomplete last line, left by a crash: Optuna would append to it."""
     if journal.exists():
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
 
 
 class Search:
-    """A study and its trials, which share `flags`. All of it is in `folder`: resuming a search retrains nothing."""
+    """A study and its trials, which share `flags`. All state is in `folder`, so that resuming retrains nothing."""
 
     def __init__(self, args, script, space, flags, folder):
         self.args = args
@@ -206,7 +206,7 @@ class Search:
         storage = JournalStorage(JournalFileBackend(str(journal)))
         names = {"study_name": "tune", "load_if_exists": True, "direction": "maximize"}
         self.study = optuna.create_study(storage=storage, **names)
-        seed = args.search_seed + len(self.study.trials)  # a search that continues proposes other settings
+        seed = args.search_seed + len(self.study.trials)  # a continued search proposes other settings
         self.study.sampler = optuna.samplers.TPESampler(seed=seed)
         identity = {"space": {name: repr(kind) for name, kind in space.items()}, "flags": flags, "rungs": self.rungs}
         identity |= {"seeds": list(args.seeds), "env_id": args.env_id}
@@ -217,7 +217,7 @@ class Search:
             self.study.enqueue_trial(own)
 
     def brackets(self):
-        """Unfinished brackets: those that have begun, then new ones until there are enough trials."""
+        """Unfinished brackets: first those already started, then new ones until there are enough trials."""
         begun = {}
         for trial in self.study.trials:
             if "bracket" in trial.user_attrs:
@@ -236,16 +236,16 @@ class Search:
         return all(self.study.trials[number].state.is_finished() for number in numbers)
 
     def order(self, number, seed, rung):
-        """The run of a trial with one seed, until a rung."""
+        """The run of a trial with one seed, up to a rung."""
         setting = self.study.trials[number].params
         args, label = self.args, f"trial {number}"
         own = (self.script, args.env_id, setting, seed, self.flags, args.out, args.threads)
         return orders.order(*own, label=label, until=self.rungs[rung])
 
     def value(self, number, rung):
-        """How good a trial is at a rung; None if it has not come that far.
+        """The value of a trial at a rung; None if it has not reached the rung.
 
-        WORST if a seed has not ended an episode, or has diverged: the same command would meet the same NaN.
+        WORST if a seed has ended no episode or has diverged: the same command would meet the same NaN.
         """
         if self.diverged(number, rung):
             return WORST
@@ -259,13 +259,13 @@ class Search:
         return WORST if None in returns else mean(returns)
 
     def diverged(self, number, rung):
-        """The seeds with which a trial has diverged before a rung."""
+        """The seeds whose runs of a trial diverged before a rung."""
         runs = [self.order(number, seed, rung) for seed in self.args.seeds]
         return [run.seed for run in runs if done_step(run.folder) < run.steps and has_diverged(run.folder)]
 
 
 class Bracket:
-    """Trials that are compared with each other, rung by rung."""
+    """Trials that are compared at each rung."""
 
     def __init__(self, search, numbers):
         self.search = search
@@ -273,15 +273,15 @@ class Bracket:
         self.rung = 0
 
     def orders(self):
-        """The runs to the next rung."""
+        """The runs up to the next rung."""
         seeds = self.search.args.seeds
         return [self.search.order(number, seed, self.rung) for number in self.numbers for seed in seeds]
 
     def compare(self):
-        """Tell the study how good the trials are at this rung, and keep those that go on to the next one.
+        """Report the values of the trials at this rung to the study, and keep those that continue to the next rung.
 
-        If runs have failed nothing is compared: the same command tries them again. But runs that have diverged would
-        fail again: their trials count as the worst, and never go on.
+        Nothing is compared if runs have failed: the same command tries them again. Runs that have diverged would fail
+        again, so their trials get the worst value and never continue.
         """
         study = self.search.study
         values = {number: self.search.value(number, self.rung) for number in self.numbers}
@@ -297,7 +297,7 @@ class Bracket:
         going_on = [] if last else ranked[: math.ceil(len(values) / KEEP)]
         for number, value in values.items():
             trial = study.trials[number]
-            if trial.state.is_finished():  # by a command that was interrupted here
+            if trial.state.is_finished():  # an earlier command was interrupted here
                 continue
             if value > WORST and self.rung not in trial.intermediate_values:
                 optuna.trial.Trial(study, trial._trial_id).report(value, self.rung)
@@ -331,10 +331,10 @@ def main(words):
 
 
 def run_all(cluster, search):
-    """Train all trials; the outcome of each run. A new bracket begins when those that have begun leave cores idle."""
+    """Train all trials; returns the outcome of each run. A new bracket starts when started ones leave cores idle."""
     with Board(cluster.session) as board:
         coming = search.brackets()
-        waiting = {}  # names of orders, by bracket
+        waiting = {}  # names of orders by bracket
 
         def start(bracket):
             own = bracket.orders()
@@ -379,7 +379,7 @@ def shortened(value):
 
 
 def first_rung(search):
-    """A study of all trials as they were at the first rung, the only one that all of them have reached."""
+    """A study of all trials at the first rung, the only rung that all have reached."""
     study = optuna.create_study(direction="maximize")
     for trial in search.study.trials:
         if 0 in trial.intermediate_values:
@@ -389,7 +389,7 @@ def first_rung(search):
 
 
 def write(search, command):
-    """Print and write the best trials, and draw the search's history and the flags' importance."""
+    """Print and write the best trials; draw the history of the search and the importance of the flags."""
     ranked = list(trial_rows(search))
     if not ranked:
         stop(f"{search.folder}: every trial has diverged or has not ended an episode; see the logs of the runs there")
@@ -410,7 +410,7 @@ def write(search, command):
 
 
 def pictures(search):
-    """Value against trial and rung, and the flags' importance, as parts of a page."""
+    """Plots of value against trial and rung and of the flags' importance, as parts of a page."""
     trials = [trial for trial in search.study.trials if trial.intermediate_values]
     with curves.settings():
         figure = Figure(figsize=(10, 4), layout="constrained")

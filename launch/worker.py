@@ -1,8 +1,8 @@
-"""What a machine of the cluster does for one run. Ray sends this code along, and
-common/processes.py: at its top it imports nothing else but the standard library.
+"""The part of one run that executes on a machine of the cluster. Ray sends this file and common/processes.py there, so
+at the top it imports only these and the standard library.
 
-All machines see the run's folder. It holds what the driver has ordered (ORDER), the script, the log of all attempts,
-and the run folder of each attempt, which resumes the one before from its checkpoint.
+All machines share the run's folder. It holds the driver's order (ORDER), the script, the log of all attempts, and the
+run folder of each attempt. An attempt resumes the previous one from its checkpoint.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ ORDER = "order.json"
 STARTED = "started.json"
 DONE = "done.json"  # the step at which the script last ended without an error
 LOG = "log.txt"
-DIVERGED = re.compile(r"error: step \d+: .*; usual causes: ")  # the last line of a script whose numbers are not finite
+DIVERGED = re.compile(r"error: step \d+: .*; usual causes: ")  # the last line of a script that met NaN or infinity
 UNTIL = '''\
 """Run a script until a step, as if somebody interrupted it there: python until.py STEP SCRIPT FLAGS"""
 
@@ -48,9 +48,9 @@ script.train(script.parse_args())
 
 
 def train(order):
-    """Make the run that `order`, a dictionary made by `Order.message`, describes, or finish it: its outcome.
+    """Start or finish the run described by `order`, a dictionary from `Order.message`; returns its outcome.
 
-    That is a status ("done", "failed", "interrupted") and, where it failed, the last line of its log.
+    The outcome is a status ("done", "failed", "interrupted") and, for a failed run, the last line of its log.
     """
     folder = Path(order["folder"])
     node = platform.node()
@@ -77,7 +77,7 @@ def train(order):
 
 
 def end_of(folder, steps):
-    """The outcome of a run whose script has ended without an error: an edited one may do so before its steps."""
+    """The outcome of a run whose script ended without an error: an edited script may end before its last step."""
     reached = max((summary["global_step"] for summary in summaries(folder)), default=0)
     if reached < steps:
         line = f"it ended without an error at step {reached} of {steps}; see {folder / LOG}"
@@ -87,12 +87,12 @@ def end_of(folder, steps):
 
 
 def started(folder):
-    """Session and machine in which the run last started, by name; nothing if it never has."""
+    """Session and machine of the run's last start, by name; empty if it has never started."""
     return read(folder / STARTED) or {}
 
 
 def start_script(order, folder):
-    """Start the script; it ends when this process does, however that ends."""
+    """Start the script as a process that ends with this one, however this one ends."""
     script = folder / order["script"]
     script.write_text(order["text"])
     words = [script, *order["flags"]]
@@ -103,7 +103,7 @@ def start_script(order, folder):
     if checkpoint:
         words.append(f"--resume={checkpoint.parent}")
         step = step_of(checkpoint)
-        if step >= order["total"]:  # killed when only the summary was missing: the script wants a step
+        if step >= order["total"]:  # killed before the summary was written: the script needs at least one step
             words.append(f"--total-timesteps={step + 1}")
     variables = os.environ | order["environment"]
     variables["PYTHONPATH"] = os.pathsep.join([*order["path"], os.environ.get("PYTHONPATH", "")])
@@ -111,7 +111,7 @@ def start_script(order, folder):
 
 
 def furthest_checkpoint(folder):
-    """The checkpoint with the most steps, of equal ones the newest; None if there is none."""
+    """The checkpoint with the most steps, and among equal ones the newest; None if there is none."""
     return max(folder.glob("*/checkpoint.pt"), key=lambda path: (step_of(path), path.stat().st_mtime), default=None)
 
 
@@ -126,7 +126,7 @@ def step_of(checkpoint):
 
 
 def summaries(folder):
-    """The summaries of a run's attempts, by the steps they came to; those of killed attempts are missing."""
+    """The summaries of a run's attempts, by their last step; killed attempts have none."""
     found = []
     for path in folder.glob("*/summary.json"):
         with contextlib.suppress(ValueError):  # the disk was full
@@ -135,18 +135,18 @@ def summaries(folder):
 
 
 def has_diverged(folder):
-    """Whether an attempt has ended at a loss that is not finite."""
+    """Whether an attempt ended at a non-finite loss."""
     lines = re.split(r"[\r\n]+", tail(folder / LOG)) if (folder / LOG).exists() else ()
     return any(DIVERGED.match(line) for line in lines)
 
 
 def done_step(folder):
-    """The step that a run has been trained to; 0 as long as no attempt has ended without an error."""
+    """The step up to which a run has trained; 0 until an attempt has ended without an error."""
     return read(folder / DONE) or 0
 
 
 def write(path, content):
-    """Write a JSON file that nobody sees half of."""
+    """Write a JSON file atomically."""
     temporary = path.with_name(f"{path.name}.tmp")
     with open(temporary, "w") as file:
         json.dump(content, file)
@@ -156,21 +156,21 @@ def write(path, content):
 
 
 def read(path):
-    """What `write` has written; None if it has not, or if the file is damaged."""
+    """Read a file written by `write`; None if it is missing or damaged."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         return json.loads(path.read_text())
     return None
 
 
 def last_line(log, begin=0):
-    """The last line of a log from the byte `begin` on, without progress bars."""
+    """The last line of a log after the byte `begin`, without progress bars."""
     lines = re.split(r"[\r\n]+", tail(log, begin))
     lines = [line.strip() for line in lines if line.strip() and not re.search(r"step/s\b|s/step\b", line)]
     return lines[-1] if lines else ""
 
 
 def tail(log, begin=0):
-    """The end of a log, from the byte `begin` on at most."""
+    """The end of a log, starting at byte `begin` or later."""
     with open(log, "rb") as file:
         file.seek(max(begin, log.stat().st_size - 20_000))
         return file.read().decode(errors="replace")

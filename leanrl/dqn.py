@@ -1,13 +1,13 @@
 """Deep Q-learning (DQN) for discrete actions, in plain PyTorch: Mnih et al. 2015, Nature 518, 529-533.
 
-The algorithm and its defaults are CleanRL's, and so are its details:
+The algorithm, its defaults and these details are CleanRL's:
 
-1. The target comes from a target network, a copy that is renewed every 500 steps (`DQN.update_target`).
-2. Actions are random with a probability that falls linearly, and else greedy (`epsilon`, `DQN.act`).
-3. The TD error is squared, not clipped as in the paper (`DQN.update`).
-4. A truncated episode is not a terminal state: its last value is bootstrapped (`train`).
+1. Targets come from a target network, which is copied from the Q-network every 500 steps (`DQN.update_target`).
+2. Exploration is epsilon-greedy with a linearly decaying epsilon (`epsilon`, `DQN.act`).
+3. The TD error is squared, without the clipping of the paper (`DQN.update`).
+4. Truncation is not termination: the value of the last observation is bootstrapped (`train`).
 
-dqn_torchcompile.py makes the same updates at full speed, and acts one update late.
+dqn_torchcompile.py makes the same updates faster, but acts one update late.
 
     python leanrl/dqn.py --env-id CartPole-v1
 """
@@ -39,50 +39,50 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-LOG_INTERVAL = 100  # vector steps between two logs of the losses
+LOG_INTERVAL = 100  # steps of the vector environment between logs of the losses
 
 
 @dataclass
 class Args:
     env_id: str = "CartPole-v1"  # gymnasium environment
-    total_timesteps: int = 500_000  # environment steps of the whole run, over all environments
-    num_envs: int = 1  # environments that step together
-    buffer_size: int = 10_000  # transitions in the replay buffer
+    total_timesteps: int = 500_000  # total environment steps, summed over all environments
+    num_envs: int = 1  # number of environments, stepped together
+    buffer_size: int = 10_000  # capacity of the replay buffer, in transitions
     gamma: float = 0.99  # discount factor
     tau: float = 1.0  # target smoothing coefficient
     batch_size: int = 128  # transitions per update
     learning_starts: int = 10_000  # environment steps before the first update
     learning_rate: float = 2.5e-4  # learning rate of the Q-network
-    train_frequency: int = 10  # environment steps between two updates
-    target_network_frequency: int = 500  # environment steps between two updates of the target network
-    start_e: float = 1.0  # probability of a random action at the first step
-    end_e: float = 0.05  # probability of a random action at the end of exploration
-    exploration_fraction: float = 0.5  # fraction of --total-timesteps over which this probability falls linearly
+    train_frequency: int = 10  # environment steps between updates
+    target_network_frequency: int = 500  # environment steps between updates of the target network
+    start_e: float = 1.0  # epsilon, the probability of a random action, at the first step
+    end_e: float = 0.05  # epsilon after its decay
+    exploration_fraction: float = 0.5  # fraction of --total-timesteps over which epsilon decays linearly
 
     cuda: bool = True  # use a CUDA device if there is one
-    threads: int = 1  # CPU threads of torch (0: torch's default); for matrices this small one is best
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    threads: int = 1  # CPU threads for torch (0: torch's default, slower for networks this small)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
-    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
+    resume: str | None = None  # folder of a run to resume; its flags become the defaults
+    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
-    wandb_project_name: str = "leanrl"  # project on Weights & Biases
-    wandb_entity: str | None = None  # team on Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
 AT_LEAST_1 += ("train_frequency", "target_network_frequency")
 AT_MOST_1 = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
-FIXED = ("env_id", "buffer_size")  # what a resumed run cannot change
+FIXED = ("env_id", "buffer_size")  # flags that a resumed run cannot change
 
 
 class QNetwork(nn.Sequential):
-    """Q(s, a) of all actions: (batch, obs_dim) to (batch, num_actions)."""
+    """Q(s, a) of all actions: maps (batch, obs_dim) to (batch, num_actions)."""
 
     def __init__(self, obs_dim, num_actions):
         super().__init__(
@@ -95,7 +95,7 @@ class QNetwork(nn.Sequential):
 
 
 class GreedyPolicy(nn.Module):
-    """What policy.pt2 holds, the actions of highest value: (batch, obs_dim) to (batch,)."""
+    """The policy exported to policy.pt2, actions of highest value: maps (batch, obs_dim) to (batch,)."""
 
     def __init__(self, q):
         super().__init__()
@@ -125,7 +125,7 @@ class DQN:
         self.last_losses = {}
 
     def update(self):
-        """One step on the Q-network."""
+        """Update the Q-network."""
         batch = self.replay.sample(self.args.batch_size)
 
         # TD loss
@@ -142,18 +142,18 @@ class DQN:
         self.updates += 1
 
     def update_target(self):
-        """Move the target network by `tau` toward the Q-network; 1 copies it."""
+        """Move the target network toward the Q-network by `tau`; 1 copies it."""
         for weights, target in zip(self.q.parameters(), self.target_q.parameters(), strict=True):
             target.data.lerp_(weights.data, self.args.tau)
 
     @torch.no_grad()
     def greedy(self, obs):
-        """The actions of highest value, (num_envs,), for `obs`, (num_envs, obs_dim); both are NumPy."""
+        """Actions of highest value (num_envs,) for `obs` (num_envs, obs_dim), both NumPy."""
         values = self.q(torch.as_tensor(obs, dtype=torch.float32, device=self.device))
         return values.argmax(-1).cpu().numpy()
 
     def act(self, obs, exploration):
-        """Actions for `obs`, each random with probability `exploration`, else greedy; both are NumPy."""
+        """Actions for `obs`, both NumPy: each is random with probability `exploration`, else greedy."""
         explore = self.rng.random(len(obs)) < exploration
         count = np.count_nonzero(explore)
         actions = self.greedy(obs) if count < len(obs) else np.empty(count, np.int64)
@@ -162,15 +162,15 @@ class DQN:
         return actions
 
     def losses(self):
-        """The last update's losses by name."""
+        """Losses of the last update, by name."""
         return {name: value.item() for name, value in self.last_losses.items()}
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        """A copy of the deterministic policy on the CPU, and example inputs."""
         return GreedyPolicy(copy.deepcopy(self.q).cpu()).eval(), (torch.zeros(2, self.obs_dim),)
 
     def state_dict(self):
-        """What the learner needs to continue bit for bit, on the CPU or on the device."""
+        """All state needed to resume bit for bit; tensors may be on the device."""
         return {
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
@@ -182,7 +182,7 @@ class DQN:
         }
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned, with the learning rate of this run's arguments."""
+        """Restore a `state_dict`, but keep the learning rate of this run's flags."""
         for name, network in self.networks.items():
             network.load_state_dict(state["networks"][name])
         for name, optimizer in self.optimizers.items():
@@ -196,44 +196,44 @@ class DQN:
 
 
 def epsilon(step, args):
-    """The probability of a random action at environment step `step`: from start_e down to end_e, then constant."""
+    """The probability of a random action at environment step `step`: linear from start_e to end_e, then constant."""
     progress = min(step / max(args.exploration_fraction * args.total_timesteps, 1), 1)
     return args.start_e + progress * (args.end_e - args.start_e)
 
 
 def times_due(frequency, step, num_envs):
-    """How many multiples of `frequency` the last step of all environments reached: those in (step - num_envs, step]."""
+    """The number of multiples of `frequency` in (step - num_envs, step], the last step of all environments."""
     return step // frequency - (step - num_envs) // frequency
 
 
 class ReplayBuffer:
-    """Transitions on the CPU, column by column; the newest overwrite the oldest."""
+    """Transitions in CPU memory, a tensor per column. The newest overwrite the oldest."""
 
     def __init__(self, size, shapes, device):
-        """`shapes` are those of a transition's columns, by name; batches are sampled for `device`."""
+        """`shapes` are those of a transition's columns, by name. Batches are moved to `device`."""
         self.size = size
         self.device = device
         self.columns = {name: torch.empty(size, *shape) for name, shape in shapes.items()}
-        self.stored = 0  # transitions so far, overwritten ones included
+        self.stored = 0  # transitions stored so far, including overwritten ones
 
     def store(self, **columns):
-        """Write a transition per environment; columns are NumPy, (num_envs, ...)."""
+        """Store a transition per environment; columns are NumPy (num_envs, ...)."""
         rows = (self.stored + np.arange(len(columns["rewards"]))) % self.size
         for name, column in self.columns.items():
-            column.numpy()[rows] = columns[name]  # a quarter of the time of indexing a torch tensor
+            column.numpy()[rows] = columns[name]  # takes a quarter of the time of indexing in torch
         self.stored += len(rows)
 
     def sample(self, batch_size):
-        """Columns by name, (batch_size, ...), of transitions drawn uniformly."""
+        """Draw transitions uniformly; returns their columns (batch_size, ...) by name."""
         rows = torch.randint(min(self.stored, self.size), (batch_size,))
         return {name: column[rows].to(self.device) for name, column in self.columns.items()}
 
     def state_dict(self):
-        """Copies of the filled part of the columns, and the count."""
+        """Copies of the filled part of each column, and the count."""
         return {name: column[: self.stored].clone() for name, column in self.columns.items()} | {"stored": self.stored}
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned."""
+        """Restore a `state_dict`."""
         for name, column in self.columns.items():
             column[: len(state[name])] = state[name]
         self.stored = state["stored"]
@@ -266,7 +266,7 @@ def train(args):
 
 
 def make_envs(args, folder):
-    """`num_envs` copies of the environment, which step one after the other; the first one's videos go to `folder`."""
+    """Make `num_envs` environments, stepped one after another; videos of the first are written to `folder`."""
 
     def make_env(index):
         if args.capture_video and index == 0:
@@ -288,19 +288,19 @@ def make_envs(args, folder):
 
 
 def require_discrete_actions(args, envs):
-    """Refuse actions that are not the numbers from 0 up."""
+    """Refuse action spaces that are not discrete from 0 up."""
     space = envs.single_action_space
     if not isinstance(space, gym.spaces.Discrete) or space.start != 0:
         refuse("env_id", args.env_id, f"actions must be discrete and count from 0, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here knows the algorithm.
+# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    """The command line; with --resume, the checkpoint's flags are the defaults."""
+    """Parse the command line. With --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
     if args.resume is not None:
         saved = load_checkpoint(args.resume).get("args", {})
@@ -310,14 +310,14 @@ def parse_args():
 
 
 def refuse(name, value, remedy):
-    """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    """Exit with code 2 and one line that names the argument, its value and the remedy."""
     remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def prepare(args):
-    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
+    """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
@@ -337,25 +337,25 @@ def prepare(args):
 
 
 def load_checkpoint(resume):
-    """What a run's `save` wrote to this folder or file, on the CPU."""
+    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
         if zipfile.ZipFile(path).testzip() is not None:
-            raise ValueError("its checksum is wrong")  # torch.load does not compare it
+            raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def all_finite(state):
-    """Whether the tensors in nested dictionaries and lists hold neither NaN nor infinity."""
+    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
     return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
 
 
 def replace_file(path, write):
-    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
+    """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
@@ -370,7 +370,7 @@ def replace_file(path, write):
 
 
 class ProgressBar(tqdm):
-    """A progress bar that does not mind if stderr is closed."""
+    """A progress bar that tolerates a closed stderr."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -378,10 +378,10 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """A run's folder, logs, checkpoints and end: the context of a training loop.
+    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
 
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
-    summary are written.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
+    they are after an error.
     """
 
     def __init__(self, args, folder, envs, learner):
@@ -392,7 +392,7 @@ class Run:
         self.step = 0
         self.episodes = 0
         self.recent_returns = deque(maxlen=20)
-        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
         self.signal = None
         self.diverged = False
@@ -419,14 +419,14 @@ class Run:
         self.start_time = self.log_time = time.perf_counter()
 
     def make_folder(self):
-        """Make the folder, with configuration and script, unless it is there: somebody may delete it during the run."""
+        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
         if not (self.folder / "config.json").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
             shutil.copy(__file__, self.folder)
 
     def restore(self, checkpoint):
-        """Continue from a checkpoint."""
+        """Restore the run from a checkpoint."""
         try:
             for name in FIXED:
                 if getattr(self.args, name) != checkpoint["args"][name]:
@@ -449,9 +449,9 @@ class Run:
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
+        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
         if os.getpid() != self.pid:
-            os._exit(128 + number)  # a process of the environment's, which has inherited this handler
+            os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -459,16 +459,16 @@ class Run:
             raise KeyboardInterrupt
 
     def unfinished(self):
-        """Whether to go on; writes a checkpoint first if one is due."""
+        """Whether to continue. Saves a checkpoint first if one is due."""
         if self.step >= self.args.total_timesteps or self.signal is not None:
-            return False  # `__exit__` writes the last checkpoint
+            return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
         return True
 
     def advance(self, rewards, ended):
-        """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
+        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
         self.lengths += 1
@@ -483,7 +483,7 @@ class Run:
         self.bar.update(self.args.num_envs)
 
     def log(self, losses):
-        """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
         self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
@@ -495,7 +495,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
+        """End the run with exit code 1. The last checkpoint, if there is one, is kept."""
         self.diverged = True
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
@@ -516,15 +516,15 @@ class Run:
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
-        """Write summary.json, and close environments and logs."""
+        """Write summary.json; close environments and logs."""
         results = {"global_step": self.step, "episodes": self.episodes}
         results["wall_seconds"] = time.perf_counter() - self.start_time
         finite = [value for value in self.recent_returns if math.isfinite(value)]
         results["episodic_return"] = float(np.mean(finite)) if finite else None
         summary = json.dumps(self.config | results, indent=2)
-        with suppress(OSError):  # of stderr
+        with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # the policy is trained: it does not matter if an environment cannot be closed
+        with suppress(Exception):  # an environment that fails to close must not fail the run
             self.envs.close()
         self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
@@ -547,7 +547,7 @@ class Run:
 if __name__ == "__main__":
     train(parse_args())
 
-# `uv run` reads this and installs what the script needs (PEP 723).
+# `uv run` reads and installs these requirements (PEP 723).
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [

@@ -1,13 +1,13 @@
-"""Deep Q-learning (DQN) for discrete actions at full speed: Mnih et al. 2015, Nature 518, 529-533.
+"""Deep Q-learning (DQN) for discrete actions, built for speed: Mnih et al. 2015, Nature 518, 529-533.
 
-The updates are those of the plain twin, dqn.py; actions come from a network that lacks the newest update. What makes
-this file fast:
+The updates are those of the plain version, dqn.py, but each action comes from a network that lacks the newest update.
+Why it is faster:
 
-1. `--compile` makes one graph of an update, from storing and sampling to Adam; `--cudagraphs` launches it at once
-   (`DQN.fast`).
-2. Actions are computed on the host, in NumPy, and only where they are not random (`HostNetwork`, `DQN.act`).
-3. Transitions are collected on the host, and sent to the device once per update (`BlockReplayBuffer`).
-4. Environments are stepped without the vector environment's own work (`DirectEnvs`).
+1. `--compile` compiles an update, from storing and sampling to Adam, into one graph. `--cudagraphs` captures it as a
+   CUDA graph, which takes one launch (`DQN.fast`).
+2. Actions are computed on the host, in NumPy, and not at all when they are random (`HostNetwork`, `DQN.act`).
+3. Transitions are collected on the host and sent to the device once per update (`BlockReplayBuffer`).
+4. Environments are stepped without the overhead of gymnasium's vector environment (`DirectEnvs`).
 5. The host does not wait for a CUDA device: it acts while the device updates (`DQN.update`).
 
     python leanrl/dqn_torchcompile.py --env-id CartPole-v1 --compile --cudagraphs
@@ -43,54 +43,54 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-LOG_INTERVAL = 100  # vector steps between two logs of the losses
+LOG_INTERVAL = 100  # steps of the vector environment between logs of the losses
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
 
 @dataclass
 class Args:
     env_id: str = "CartPole-v1"  # gymnasium environment
-    total_timesteps: int = 500_000  # environment steps of the whole run, over all environments
-    num_envs: int = 1  # environments that step together
-    buffer_size: int = 10_000  # transitions in the replay buffer
+    total_timesteps: int = 500_000  # total environment steps, summed over all environments
+    num_envs: int = 1  # number of environments, stepped together
+    buffer_size: int = 10_000  # capacity of the replay buffer, in transitions
     gamma: float = 0.99  # discount factor
     tau: float = 1.0  # target smoothing coefficient
     batch_size: int = 128  # transitions per update
     learning_starts: int = 10_000  # environment steps before the first update
     learning_rate: float = 2.5e-4  # learning rate of the Q-network
-    train_frequency: int = 10  # environment steps between two updates
-    target_network_frequency: int = 500  # environment steps between two updates of the target network
-    start_e: float = 1.0  # probability of a random action at the first step
-    end_e: float = 0.05  # probability of a random action at the end of exploration
-    exploration_fraction: float = 0.5  # fraction of --total-timesteps over which this probability falls linearly
+    train_frequency: int = 10  # environment steps between updates
+    target_network_frequency: int = 500  # environment steps between updates of the target network
+    start_e: float = 1.0  # epsilon, the probability of a random action, at the first step
+    end_e: float = 0.05  # epsilon after its decay
+    exploration_fraction: float = 0.5  # fraction of --total-timesteps over which epsilon decays linearly
 
     compile: bool = False  # compile the update with torch.compile
     cudagraphs: bool = False  # replay the update as a CUDA graph
-    compile_mode: CompileMode = "default"  # torch.compile's mode
+    compile_mode: CompileMode = "default"  # torch.compile mode
     cuda: bool = True  # use a CUDA device if there is one
-    threads: int = 1  # CPU threads of torch (0: torch's default); for matrices this small one is best
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    threads: int = 1  # CPU threads for torch (0: torch's default, slower for networks this small)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
-    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
+    resume: str | None = None  # folder of a run to resume; its flags become the defaults
+    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
-    wandb_project_name: str = "leanrl"  # project on Weights & Biases
-    wandb_entity: str | None = None  # team on Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
 AT_LEAST_1 += ("train_frequency", "target_network_frequency")
 AT_MOST_1 = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
-FIXED = ("env_id", "buffer_size")  # what a resumed run cannot change
+FIXED = ("env_id", "buffer_size")  # flags that a resumed run cannot change
 
 
 class QNetwork(nn.Sequential):
-    """Q(s, a) of all actions: (batch, obs_dim) to (batch, num_actions)."""
+    """Q(s, a) of all actions: maps (batch, obs_dim) to (batch, num_actions)."""
 
     def __init__(self, obs_dim, num_actions):
         super().__init__(
@@ -103,7 +103,7 @@ class QNetwork(nn.Sequential):
 
 
 class GreedyPolicy(nn.Module):
-    """What policy.pt2 holds, the actions of highest value: (batch, obs_dim) to (batch,)."""
+    """The policy exported to policy.pt2, actions of highest value: maps (batch, obs_dim) to (batch,)."""
 
     def __init__(self, q):
         super().__init__()
@@ -114,7 +114,7 @@ class GreedyPolicy(nn.Module):
 
 
 class DQN:
-    """The learner. CUDA graphs replay kernels, not Python: what changes in training is a tensor, updated in place."""
+    """The learner. CUDA graphs replay kernels but no Python: state that changes is in tensors, updated in place."""
 
     def __init__(self, args, envs, device):
         self.args = args
@@ -130,17 +130,17 @@ class DQN:
         self.rng = np.random.default_rng(args.seed)  # for random actions
         self.updates = 0
 
-        self.widths = [self.obs_dim, self.obs_dim, 1, 1, 1]  # of observations, action, reward, terminated
-        # random numbers are drawn outside of compiled functions, so that all modes draw the same ones
-        self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)  # float32 has too few steps
+        self.widths = [self.obs_dim, self.obs_dim, 1, 1, 1]  # of obs, next_obs, actions, rewards, terminated
+        # random numbers are drawn outside of compiled functions, so that all modes draw the same
+        self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)  # float32 is too coarse
 
-        # a block holds the transitions between two updates, or as many of them as the buffer
+        # a block holds the transitions between two updates, but no more than the buffer
         steps = min(math.ceil(args.train_frequency / args.num_envs), max(1, args.buffer_size // args.num_envs))
         self.replay = BlockReplayBuffer(args.buffer_size, steps * args.num_envs, sum(self.widths), device)
         self.store_and_learn = self.fast(self.store_and_learn)
 
     def store_and_learn(self):
-        """Store the newest transitions, then make one step on the Q-network."""
+        """Store the newest transitions, then update the Q-network."""
         self.replay.store()
         batch = self.replay.sample(self.uniform)
         obs, next_obs, actions, rewards, terminated = batch.split(self.widths, -1)
@@ -155,9 +155,9 @@ class DQN:
         self.optimizers["q"].step(td_loss)
 
     def update(self):
-        """Launch one update: on a CUDA device it may still run when this returns.
+        """Launch one update. On a CUDA device it may still be running when this returns.
 
-        The host does not wait for it: until the next update it acts with the weights of the one before.
+        Until the next update, the host acts with the weights from before this one.
         """
         self.host_q.receive()
         self.replay.send()
@@ -168,15 +168,15 @@ class DQN:
 
     @torch.no_grad()
     def update_target(self):
-        """Move the target network by `tau` toward the Q-network; 1 copies it."""
+        """Move the target network toward the Q-network by `tau`; 1 copies it."""
         torch._foreach_lerp_(list(self.target_q.parameters()), list(self.q.parameters()), self.args.tau)
 
     def greedy(self, obs):
-        """The actions of highest value, (num_envs,), for `obs`, (num_envs, obs_dim); both are NumPy."""
+        """Actions of highest value (num_envs,) for `obs` (num_envs, obs_dim), both NumPy."""
         return self.host_q.forward(obs.astype(np.float32, copy=False)).argmax(-1)
 
     def act(self, obs, exploration):
-        """Actions for `obs`, each random with probability `exploration`, else greedy; both are NumPy."""
+        """Actions for `obs`, both NumPy: each is random with probability `exploration`, else greedy."""
         explore = self.rng.random(len(obs)) < exploration
         count = np.count_nonzero(explore)
         actions = self.greedy(obs) if count < len(obs) else np.empty(count, np.int64)
@@ -185,41 +185,41 @@ class DQN:
         return actions
 
     def fast(self, function):
-        """`function`, which has no arguments and no results, compiled and as a CUDA graph where the flags say so."""
+        """Compile and capture `function`, which takes and returns nothing, as the flags request."""
         if self.args.compile:
-            torch._dynamo.reset()  # else settings of another learner in this process could be used
+            torch._dynamo.reset()  # otherwise code compiled for another learner could be reused
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the thread that is traced
+            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
             options = torch._inductor.list_mode_options(self.args.compile_mode)
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
             else:
-                options["cpp_wrapper"] = True  # kernels are called from C++: worth a seventh of so small an update
+                options["cpp_wrapper"] = True  # calls kernels from C++, which saves a seventh of this small update
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
-            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
-            function = CudaGraphModule(function, warmup=3)  # captured at the third call, after compilation
+            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
+            function = CudaGraphModule(function, warmup=3)  # captures at the third call, after compilation
         return function
 
     def store(self, **scalars):
-        """Keep scalars for the log, always in the same memory.
+        """Store scalars for the log, always in the same memory.
 
-        What depends on weights has to be stored before a step changes them: compiled code may compute it late.
+        Store values before the optimizer changes weights that they depend on: compiled code may compute them late.
         """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
 
     def losses(self):
-        """The last update's losses by name; waits for that update."""
+        """Losses of the last update, by name. Waits for that update."""
         return dict(zip(self.scalars, torch.stack(list(self.scalars.values())).tolist(), strict=True))
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        """A copy of the deterministic policy on the CPU, and example inputs."""
         return GreedyPolicy(copy.deepcopy(self.q).cpu()).eval(), (torch.zeros(2, self.obs_dim),)
 
     def tensors(self):
-        """Every tensor that updates change, but the replay buffer. What is missing here is not saved."""
+        """All tensors that updates change, except the replay buffer. Tensors missing here are not saved."""
         networks = {"q": self.q, "target_q": self.target_q, "host_q": self.host_q.network}
         return {
             "networks": {name: network.state_dict() for name, network in networks.items()},
@@ -227,7 +227,7 @@ class DQN:
         }
 
     def state_dict(self):
-        """What the learner needs to continue bit for bit."""
+        """All state needed to resume bit for bit."""
         return self.tensors() | {
             "replay": self.replay.state_dict(),
             "updates": self.updates,
@@ -237,7 +237,7 @@ class DQN:
         }
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned, with the learning rate of this run's arguments."""
+        """Restore a `state_dict`, but keep the learning rate of this run's flags."""
         tensors = self.tensors()
         load_tensors(tensors, {name: state[name] for name in tensors})
         self.host_q.send()
@@ -249,20 +249,20 @@ class DQN:
 
 
 def epsilon(step, args):
-    """The probability of a random action at environment step `step`: from start_e down to end_e, then constant."""
+    """The probability of a random action at environment step `step`: linear from start_e to end_e, then constant."""
     progress = min(step / max(args.exploration_fraction * args.total_timesteps, 1), 1)
     return args.start_e + progress * (args.end_e - args.start_e)
 
 
 def times_due(frequency, step, num_envs):
-    """How many multiples of `frequency` the last step of all environments reached: those in (step - num_envs, step]."""
+    """The number of multiples of `frequency` in (step - num_envs, step], the last step of all environments."""
     return step // frequency - (step - num_envs) // frequency
 
 
 class HostNetwork:
-    """A copy of `network` with which the host acts: without a round trip to the device, and in NumPy.
+    """A copy of `network` that acts on the host, in NumPy, without a round trip to the device.
 
-    `send` launches the copy of the newest weights, and `receive` waits for its end and puts them in use.
+    `send` starts copying the newest weights. `receive` waits for that copy and puts the weights to use.
     """
 
     def __init__(self, network):
@@ -278,7 +278,7 @@ class HostNetwork:
         self.send()
 
     def send(self):
-        self.arriving.copy_(torch.cat(self.newest), non_blocking=True)  # one copy, not one per tensor
+        self.arriving.copy_(torch.cat(self.newest), non_blocking=True)  # one copy instead of one per tensor
         self.arrived.record()
 
     def receive(self):
@@ -287,15 +287,15 @@ class HostNetwork:
 
 
 def flat_views(network):
-    """Views of a network's parameters and buffers as vectors."""
+    """A network's parameters and buffers, viewed as vectors."""
     return [tensor.detach().view(-1) for tensor in (*network.parameters(), *network.buffers())]
 
 
 def numpy_function(module):
-    """`module`, on the CPU, as a function of a NumPy array, (batch, inputs).
+    """A CPU `module` as a function of a NumPy array (batch, inputs).
 
-    A small network takes a few microseconds in NumPy and tens in torch. The function shares the weights' memory: it
-    sees what is copied into them, but not a parameter that replaces one. Layers not listed here are called in torch.
+    A small network takes a few microseconds in NumPy and tens of them in torch. The function shares the memory of the
+    weights: it sees in-place changes, but no replaced parameters. Layers not listed here are called in torch.
     """
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         functions = [numpy_function(layer) for layer in module]
@@ -317,14 +317,14 @@ def numpy_function(module):
 
 
 def needed_guards(guards):
-    """Drop the guards on layers and globals: calls are faster, but do not notice when one of these has changed."""
+    """Drop guards on layers and globals: calls are faster, but changes to layers and globals go unnoticed."""
     not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
     return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 class Adam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) that can be part of a compiled function, as torch.optim's cannot.
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) for use in compiled functions, where torch.optim's breaks the graph.
 
     To change the learning rate, call `lr.fill_(value)`.
     """
@@ -339,12 +339,12 @@ class Adam:
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
         self.one = torch.ones_like(self.rates)
-        self.corrections = torch.zeros_like(self.rates)  # of the bias, 1 - beta**t: the same averages, of ones
+        self.corrections = torch.zeros_like(self.rates)  # for bias, 1 - beta**t: moving averages of ones
 
     @torch.no_grad()
     def step(self, loss):
-        """Move the weights one step against the gradient of `loss`, in place."""
-        gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for what the loss lacks
+        """Update the weights in place by the gradient of `loss`."""
+        gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for weights not in the loss
         self.corrections.lerp_(self.one, self.rates)
         torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
         torch._foreach_mul_(self.v, self.beta2)
@@ -354,20 +354,20 @@ class Adam:
         correction1, correction2 = self.corrections.unbind()
         root = correction2.sqrt()
         denominator = torch._foreach_sqrt(self.v)
-        torch._foreach_add_(denominator, self.eps * root, alpha=1)  # without `alpha` the host would wait
+        torch._foreach_add_(denominator, self.eps * root, alpha=1)  # without `alpha`, the host would wait
         torch._foreach_mul_(denominator, correction1 / (self.lr * root))
         torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
 
     def tensors(self):
-        """What a resumed run needs."""
+        """The state that a resumed run needs."""
         return {"m": self.m, "v": self.v, "corrections": self.corrections}
 
 
 class BlockReplayBuffer:
-    """Transitions on the device, one row each; the newest overwrite the oldest.
+    """Transitions on the device, one per row. The newest overwrite the oldest.
 
-    They are collected in a block of host memory: `send` launches its copy to the device, where `store` then writes it
-    to the buffer. Nothing here waits for the device, save for the end of the last copy.
+    Transitions are collected in a block of host memory. `send` starts its copy to the device, and `store` writes the
+    block to the buffer there. In training, the host waits only for the end of the last copy.
     """
 
     def __init__(self, size, block_size, width, device):
@@ -375,16 +375,16 @@ class BlockReplayBuffer:
         self.host_block = torch.zeros(block_size, width, pin_memory=on_cuda)
         self.host_rows = self.host_block.numpy()
         self.collected = 0  # transitions in `host_block`
-        self.block = self.host_block.to(device)  # on a CPU the same memory
+        self.block = self.host_block.to(device)  # the same memory on a CPU
         self.sent = torch.zeros((), dtype=torch.int64, device=device)  # transitions in `block`
         self.block_sent = torch.cuda.Event() if on_cuda else torch.cpu.Event()
 
         self.size = size
-        self.rows = torch.empty(size + 1, width, device=device)  # the last one takes what is not to be stored
-        self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions so far
+        self.rows = torch.empty(size + 1, width, device=device)  # the last row takes rows that are not to be stored
+        self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions stored so far
 
     def collect(self, obs, next_obs, actions, rewards, terminated):
-        """Take a transition per environment into the block; all are NumPy, (num_envs, ...)."""
+        """Add a transition per environment to the block; arguments are NumPy (num_envs, ...)."""
         if self.collected == len(self.host_rows):
             self.send()
             self.store()
@@ -396,21 +396,21 @@ class BlockReplayBuffer:
         self.collected += len(obs)
 
     def send(self):
-        """Launch the copy of the block to the device, and begin a new one."""
+        """Start copying the block to the device, and begin a new one."""
         self.block.copy_(self.host_block, non_blocking=True)
         self.block_sent.record()
         self.sent.fill_(self.collected)
         self.collected = 0
 
     def store(self):
-        """Write the transitions that were sent to the buffer."""
+        """Write the transitions sent to the device to the buffer."""
         i = torch.arange(len(self.block), device=self.block.device)
         places = torch.where(i < self.sent, (self.stored + i) % self.size, self.size)
         self.rows.index_copy_(0, places, self.block)
         self.stored.add_(self.sent)
 
     def sample(self, uniform):
-        """Stored rows, (batch, width), one for each number in `uniform`, (batch,), from [0, 1)."""
+        """Pick stored rows (batch, width) by the random numbers `uniform` (batch,) in [0, 1)."""
         return self.rows.index_select(0, (uniform * self.stored.clamp(max=self.size)).long())
 
     def state_dict(self):
@@ -425,7 +425,7 @@ class BlockReplayBuffer:
 
 
 def load_tensors(tensors, saved):
-    """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
+    """Copy `saved` into `tensors`, nested dictionaries of one structure, in place: CUDA graphs stay valid."""
 
     def load(tensor, value):
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
@@ -468,14 +468,14 @@ def train(args):
 
 
 class DirectEnvs(gym.vector.VectorWrapper):
-    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do."""
+    """Steps the environments of a SyncVectorEnv without its overhead, which can exceed their own time."""
 
     def __init__(self, envs):
         super().__init__(envs)
         self.shape = envs.observation_space.shape
 
     def step(self, actions):
-        """As in gymnasium, without infos; where an episode has ended, call `restart`."""
+        """Like gymnasium's `step`, without infos. Call `restart` where an episode has ended."""
         self.obs = [None] * len(actions)
         rewards = np.empty(len(actions))
         terminated = np.empty(len(actions), bool)
@@ -485,14 +485,14 @@ class DirectEnvs(gym.vector.VectorWrapper):
         return np.array(self.obs).reshape(self.shape), rewards, terminated, truncated, {}
 
     def restart(self, ended):
-        """Reset the environments where `ended`, (num_envs,); returns the observations of all."""
+        """Reset the environments where `ended` (num_envs,) is true; returns the observations of all."""
         for i in ended.nonzero()[0]:
             self.obs[i], _ = self.env.envs[i].reset()
         return np.array(self.obs).reshape(self.shape)
 
 
 def make_envs(args, folder):
-    """`num_envs` copies of the environment, which step one after the other; the first one's videos go to `folder`."""
+    """Make `num_envs` environments, stepped one after another; videos of the first are written to `folder`."""
 
     def make_env(index):
         if args.capture_video and index == 0:
@@ -514,19 +514,19 @@ def make_envs(args, folder):
 
 
 def require_discrete_actions(args, envs):
-    """Refuse actions that are not the numbers from 0 up."""
+    """Refuse action spaces that are not discrete from 0 up."""
     space = envs.single_action_space
     if not isinstance(space, gym.spaces.Discrete) or space.start != 0:
         refuse("env_id", args.env_id, f"actions must be discrete and count from 0, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here knows the algorithm.
+# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    """The command line; with --resume, the checkpoint's flags are the defaults."""
+    """Parse the command line. With --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
     if args.resume is not None:
         saved = load_checkpoint(args.resume).get("args", {})
@@ -536,14 +536,14 @@ def parse_args():
 
 
 def refuse(name, value, remedy):
-    """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    """Exit with code 2 and one line that names the argument, its value and the remedy."""
     remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def prepare(args):
-    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
+    """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
@@ -563,25 +563,25 @@ def prepare(args):
 
 
 def load_checkpoint(resume):
-    """What a run's `save` wrote to this folder or file, on the CPU."""
+    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
         if zipfile.ZipFile(path).testzip() is not None:
-            raise ValueError("its checksum is wrong")  # torch.load does not compare it
+            raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def all_finite(state):
-    """Whether the tensors in nested dictionaries and lists hold neither NaN nor infinity."""
+    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
     return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
 
 
 def replace_file(path, write):
-    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
+    """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
@@ -596,7 +596,7 @@ def replace_file(path, write):
 
 
 class ProgressBar(tqdm):
-    """A progress bar that does not mind if stderr is closed."""
+    """A progress bar that tolerates a closed stderr."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -604,10 +604,10 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """A run's folder, logs, checkpoints and end: the context of a training loop.
+    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
 
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
-    summary are written.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
+    they are after an error.
     """
 
     def __init__(self, args, folder, envs, learner):
@@ -618,7 +618,7 @@ class Run:
         self.step = 0
         self.episodes = 0
         self.recent_returns = deque(maxlen=20)
-        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
         self.signal = None
         self.diverged = False
@@ -645,14 +645,14 @@ class Run:
         self.start_time = self.log_time = time.perf_counter()
 
     def make_folder(self):
-        """Make the folder, with configuration and script, unless it is there: somebody may delete it during the run."""
+        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
         if not (self.folder / "config.json").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
             shutil.copy(__file__, self.folder)
 
     def restore(self, checkpoint):
-        """Continue from a checkpoint."""
+        """Restore the run from a checkpoint."""
         try:
             for name in FIXED:
                 if getattr(self.args, name) != checkpoint["args"][name]:
@@ -675,9 +675,9 @@ class Run:
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
+        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
         if os.getpid() != self.pid:
-            os._exit(128 + number)  # a process of the environment's, which has inherited this handler
+            os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -685,16 +685,16 @@ class Run:
             raise KeyboardInterrupt
 
     def unfinished(self):
-        """Whether to go on; writes a checkpoint first if one is due."""
+        """Whether to continue. Saves a checkpoint first if one is due."""
         if self.step >= self.args.total_timesteps or self.signal is not None:
-            return False  # `__exit__` writes the last checkpoint
+            return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
         return True
 
     def advance(self, rewards, ended):
-        """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
+        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
         self.lengths += 1
@@ -709,7 +709,7 @@ class Run:
         self.bar.update(self.args.num_envs)
 
     def log(self, losses):
-        """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
         self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
@@ -721,7 +721,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
+        """End the run with exit code 1. The last checkpoint, if there is one, is kept."""
         self.diverged = True
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
@@ -742,15 +742,15 @@ class Run:
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
-        """Write summary.json, and close environments and logs."""
+        """Write summary.json; close environments and logs."""
         results = {"global_step": self.step, "episodes": self.episodes}
         results["wall_seconds"] = time.perf_counter() - self.start_time
         finite = [value for value in self.recent_returns if math.isfinite(value)]
         results["episodic_return"] = float(np.mean(finite)) if finite else None
         summary = json.dumps(self.config | results, indent=2)
-        with suppress(OSError):  # of stderr
+        with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # the policy is trained: it does not matter if an environment cannot be closed
+        with suppress(Exception):  # an environment that fails to close must not fail the run
             self.envs.close()
         self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
@@ -773,7 +773,7 @@ class Run:
 if __name__ == "__main__":
     train(parse_args())
 
-# `uv run` reads this and installs what the script needs (PEP 723).
+# `uv run` reads and installs these requirements (PEP 723).
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [

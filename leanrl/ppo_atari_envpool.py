@@ -1,17 +1,17 @@
 """Proximal Policy Optimization (PPO) for Atari, in plain PyTorch: Schulman et al. 2017, arXiv:1707.06347.
 
-The algorithm and its defaults are CleanRL's, and so are its details, see Huang et al. 2022, "The 37 implementation
-details of PPO":
+The algorithm and its defaults are CleanRL's. So are most details, see Huang et al. 2022, "The 37 implementation details
+of PPO", but item 3 is not, and truncation is not termination here:
 
-1. Policy and value function share a convolutional network, whose layers start orthogonal (`Agent`).
-2. A lost life ends an episode, and rewards are -1, 0 or 1 (`make_pool`).
-3. The step that starts an episode ignores its action: losses leave it out (`AtariEnvs.step`, `masked_mean`).
-4. Advantages are estimated by GAE; a truncated episode is not a terminal state (`PPO.make_batch`).
-5. Not only the probability ratio is clipped, but also the change of the values (`PPO.loss`).
+1. Policy and value function share a convolutional network with orthogonal initialization (`Agent`).
+2. The loss of a life ends an episode, and rewards are clipped to -1, 0 or 1 (`make_pool`).
+3. The step that starts an episode ignores its action, and losses leave it out (`AtariEnvs.step`, `masked_mean`).
+4. Advantages are estimated by GAE, which bootstraps the value at a truncation (`PPO.make_batch`).
+5. The change in value is clipped, like the probability ratio (`PPO.loss`).
 6. Each minibatch normalizes its advantages and clips its gradient (`PPO.loss`, `PPO.update_minibatch`).
 7. The learning rate decays linearly to 0 (`train`).
 
-ppo_atari_envpool_torchcompile.py makes the same updates at full speed.
+ppo_atari_envpool_torchcompile.py makes the same updates faster.
 
     python leanrl/ppo_atari_envpool.py --env-id Breakout-v5
 """
@@ -48,52 +48,52 @@ from tqdm import tqdm
 @dataclass
 class Args:
     env_id: str = "Breakout-v5"  # Atari game in envpool
-    total_timesteps: int = 10_000_000  # environment steps of the whole run, over all environments; each has four frames
-    num_envs: int = 8  # environments that step together
-    num_steps: int = 128  # steps of each environment per iteration
-    learning_rate: float = 2.5e-4  # learning rate of the first iteration
-    anneal_lr: bool = True  # lower the learning rate linearly to 0 at the end of the run
+    total_timesteps: int = 10_000_000  # total environment steps (four frames each), summed over all environments
+    num_envs: int = 8  # number of environments, stepped together
+    num_steps: int = 128  # steps of each environment per rollout
+    learning_rate: float = 2.5e-4  # initial learning rate
+    anneal_lr: bool = True  # decay the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation (GAE)
     num_minibatches: int = 4  # minibatches per epoch
-    update_epochs: int = 4  # passes over an iteration's transitions
-    norm_adv: bool = True  # normalize the advantages of each minibatch
-    clip_coef: float = 0.1  # largest change of the probability ratio from 1 (epsilon in the paper)
-    clip_vloss: bool = True  # clip the change of the values by --clip-coef too
-    ent_coef: float = 0.01  # coefficient of the entropy in the loss
+    update_epochs: int = 4  # passes over each rollout
+    norm_adv: bool = True  # normalize advantages per minibatch
+    clip_coef: float = 0.1  # clipping range of the probability ratio (epsilon in the paper)
+    clip_vloss: bool = True  # also clip the change in value to --clip-coef
+    ent_coef: float = 0.01  # coefficient of the entropy bonus
     vf_coef: float = 0.5  # coefficient of the value loss
-    max_grad_norm: float = 0.5  # largest norm of a gradient, which is scaled down to it
-    target_kl: float | None = None  # end an iteration after the epoch whose approximate KL divergence exceeds this
+    max_grad_norm: float = 0.5  # gradients are clipped to this norm
+    target_kl: float | None = None  # end an iteration's epochs once the approximate KL divergence exceeds this
     cuda: bool = True  # use a CUDA device if there is one
-    threads: int = 0  # CPU threads of torch (0: torch's default)
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    threads: int = 0  # CPU threads for torch (0: torch's default)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
-    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
+    resume: str | None = None  # folder of a run to resume; its flags become the defaults
+    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
-    wandb_project_name: str = "leanrl"  # project on Weights & Biases
-    wandb_entity: str | None = None  # team on Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
 AT_MOST_1 = ("gamma", "gae_lambda")
-FIXED = ("env_id",)  # what a resumed run cannot change
+FIXED = ("env_id",)  # flags that a resumed run cannot change
 
 
 def orthogonal(layer, gain=2**0.5):
-    """`layer`, which starts with orthogonal weights and without bias."""
+    """Initialize `layer` with orthogonal weights and zero bias, and return it."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class Agent(nn.Module):
-    """The convolutional network of Mnih et al. 2015 with two heads, for uint8 observations, (batch, 4, 84, 84)."""
+    """The convolutional network of Mnih et al. 2015 with two heads, for uint8 observations (batch, 4, 84, 84)."""
 
     def __init__(self, num_actions):
         super().__init__()
@@ -112,12 +112,12 @@ class Agent(nn.Module):
         self.critic = orthogonal(nn.Linear(512, 1), gain=1.0)
 
     def forward(self, obs):
-        """The deterministic policy, which policy.pt2 holds: the most probable actions, (batch,)."""
+        """The deterministic policy, exported to policy.pt2: the most probable actions (batch,)."""
         logits, _ = self.logits_and_values(obs)
         return logits.argmax(-1)
 
     def logits_and_values(self, obs):
-        """Logits of the actions, (batch, num_actions), and values, (batch,)."""
+        """Logits of the actions (batch, num_actions) and values (batch,)."""
         features = self.features(obs / 255)
         return self.actor(features), self.critic(features).squeeze(-1)
 
@@ -145,10 +145,10 @@ class PPO:
 
     @torch.no_grad()
     def make_batch(self, last_obs):
-        """The rollout's transitions with their advantages and returns, by name, (num_steps * num_envs, ...).
+        """The rollout's transitions (num_steps * num_envs, ...) by name, with advantages and returns.
 
-        A step leads to the observation of the next one, also where it ends an episode: only the next step starts a new
-        episode. `last_obs`, NumPy, (num_envs, 4, 84, 84), are what the last step led to.
+        The next row holds a step's next observation, even where the step ends an episode: only the following step
+        starts a new one. The next observations of the last step are `last_obs`, NumPy (num_envs, 4, 84, 84).
         """
         rollout = self.rollout
 
@@ -168,7 +168,7 @@ class PPO:
         return {name: column.flatten(0, 1) for name, column in batch.items()}
 
     def loss(self, rows):
-        """Policy loss, value loss, entropy and the log of the probability ratio, (batch,), for rows of a batch."""
+        """Policy loss, value loss, entropy, and the log of the probability ratio (batch,) for rows of a batch."""
         clip = self.args.clip_coef
         valid = rows["valid"]
         logits, values = self.agent.logits_and_values(rows["obs"])
@@ -195,7 +195,7 @@ class PPO:
         return policy_loss, value_loss, entropy, log_ratio
 
     def update_minibatch(self, rows):
-        """One step of Adam; returns losses and statistics from before it, by name."""
+        """One step of Adam; returns losses and statistics from before the step, by name."""
         policy_loss, value_loss, entropy, log_ratio = self.loss(rows)
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
         self.optimizers["agent"].zero_grad()
@@ -216,7 +216,7 @@ class PPO:
         }
 
     def learn_epoch(self, batch):
-        """All of `batch` once, in minibatches drawn without replacement; returns the means of their losses."""
+        """Pass over `batch` in minibatches drawn without replacement; returns their mean losses."""
         order = torch.randperm(len(batch["obs"]), device=self.device)
         losses = []
         for rows in order.chunk(self.args.num_minibatches):
@@ -224,20 +224,20 @@ class PPO:
         return {name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]}
 
     def update(self, learning_rate, last_obs):
-        """All epochs over the rollout; `last_obs`, NumPy, (num_envs, 4, 84, 84), are what its last step led to."""
+        """Run all epochs over the rollout; `last_obs`, NumPy (num_envs, 4, 84, 84), follow its last step."""
         self.optimizers["agent"].param_groups[0]["lr"] = learning_rate
         batch = self.make_batch(last_obs)
         for _ in range(self.args.update_epochs):
             self.last_losses = self.learn_epoch(batch)
             if self.args.target_kl is not None and self.last_losses["approx_kl"] > self.args.target_kl:
                 break
-        errors = masked_variance(batch["advantages"], batch["valid"])  # of returns minus values
+        errors = masked_variance(batch["advantages"], batch["valid"])  # returns minus values
         self.last_losses["explained_variance"] = 1 - errors / masked_variance(batch["returns"], batch["valid"])
         self.updates += 1
 
     @torch.no_grad()
     def act(self, t, obs):
-        """Sampled actions, (num_envs,), for step `t` of the rollout and `obs`, (num_envs, 4, 84, 84); both NumPy."""
+        """Sampled actions (num_envs,) for step `t` of the rollout and `obs` (num_envs, 4, 84, 84), both NumPy."""
         obs = torch.as_tensor(obs, device=self.device)
         logits, values = self.agent.logits_and_values(obs)
         policy = Categorical(logits=logits, validate_args=False)
@@ -246,24 +246,24 @@ class PPO:
         return actions.cpu().numpy()
 
     def record(self, t, rewards, terminated, truncated, is_reset):
-        """Store what step `t` led to; all are NumPy, (num_envs,), as `AtariEnvs.step` returns them."""
+        """Store the outcome of step `t`; arguments are NumPy (num_envs,), as returned by `AtariEnvs.step`."""
         self.store(t, rewards=rewards, terminated=terminated, ended=terminated | truncated, valid=~is_reset)
 
     def store(self, t, **columns):
-        """Write columns, (num_envs, ...), as step `t` of the rollout."""
+        """Write columns (num_envs, ...) to step `t` of the rollout."""
         for name, column in columns.items():
             self.rollout[name][t] = torch.as_tensor(column, device=self.device)
 
     def losses(self):
-        """Losses and statistics of the last update's last epoch, by name."""
+        """Losses and statistics of the last epoch, by name."""
         return {name: value.item() for name, value in self.last_losses.items()}
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        """A copy of the deterministic policy on the CPU, and example inputs."""
         return copy.deepcopy(self.agent).cpu(), (torch.zeros(2, *self.obs_shape, dtype=torch.uint8),)
 
     def state_dict(self):
-        """What the learner needs to continue bit for bit, on the CPU or on the device."""
+        """All state needed to resume bit for bit; tensors may be on the device."""
         return {
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
@@ -273,7 +273,7 @@ class PPO:
         }
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned."""
+        """Restore a `state_dict`."""
         for name, network in self.networks.items():
             network.load_state_dict(state["networks"][name])
         for name, optimizer in self.optimizers.items():
@@ -284,12 +284,12 @@ class PPO:
 
 
 def masked_mean(values, valid):
-    """The mean of those of `values`, (batch,), for which `valid`, (batch,), is 1; 0 if there is none."""
+    """The mean of `values` (batch,) where `valid` (batch,) is 1; 0 if it is 1 nowhere."""
     return (values * valid).sum() / valid.sum().clamp(min=1)
 
 
 def masked_variance(values, valid):
-    """The unbiased variance of those of `values`, (batch,), for which `valid` is 1; 0 if there are fewer than two."""
+    """The unbiased variance of `values` (batch,) where `valid` is 1; 0 if there are fewer than two of these."""
     squares = (values - masked_mean(values, valid)).square()
     return (squares * valid).sum() / (valid.sum() - 1).clamp(min=1)
 
@@ -324,10 +324,10 @@ def check_minibatches(args):
 
 
 class AtariEnvs(gym.vector.VectorEnv):
-    """Atari games. Observations are the last four frames, (num_envs, 4, 84, 84), uint8.
+    """Atari games. Observations are the last four frames, uint8 (num_envs, 4, 84, 84).
 
-    An episode is a life, with rewards of -1, 0 or 1. It starts in the step after the end of the one before: that step
-    ignores its action, so nothing can be learned from it.
+    An episode is one life, with rewards of -1, 0 or 1. The step after its end ignores its action and starts the next
+    episode, so nothing can be learned from that step.
     """
 
     def __init__(self, args, seed):
@@ -340,20 +340,20 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.ended = np.zeros(self.num_envs, bool)
 
     def reset(self, *, seed=None, options=None):
-        """The first observations and no infos; envpool takes its seed in `__init__`."""
+        """The first observations and empty infos; envpool's seed is set in `__init__`."""
         obs, _ = self.pool.reset()
         return obs, {}
 
     def step(self, actions):
-        """Like any vector environment. Infos, (num_envs,) each, are:
+        """Like any vector environment's step. Infos are arrays (num_envs,):
 
-        `raw_rewards`, those of the game; `game_ended`, where a game is over or at its time limit; `is_reset`, where the
-        step ignored its action and started an episode.
+        `raw_rewards` of the game; `game_ended`, true where a game is over or at its time limit; `is_reset`, true where
+        the step ignored its action and started an episode.
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions.astype(np.int32))
         game_over = infos["terminated"].astype(bool)
         infos = {"raw_rewards": infos["reward"], "game_ended": game_over | truncated, "is_reset": self.ended}
-        terminated = terminated | game_over  # envpool calls a game over in the last step before the limit truncated
+        terminated = terminated | game_over  # envpool reports a game over in its last allowed step as truncated
         truncated = truncated & ~terminated
         self.ended = terminated | truncated
         return obs, rewards, terminated, truncated, infos
@@ -364,20 +364,20 @@ class AtariEnvs(gym.vector.VectorEnv):
 
 
 def require_memory(name, value, bytes_each, device):
-    """Refuse an argument, the number of things of `bytes_each`, if these do not fit into the memory of `device`."""
+    """Refuse an argument if `value` items of `bytes_each` do not fit in the memory of `device`."""
     if device.type == "cuda":
         memory, _ = torch.cuda.mem_get_info()
     elif hasattr(os, "sysconf"):  # not on Windows
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         return
-    room = memory - 2 * 2**30  # the rest is for networks, batches and libraries
+    room = memory - 2 * 2**30  # leaves 2 GiB for networks, batches and libraries
     if value * bytes_each > room:
         refuse(name, value, f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
 
 
 def make_pool(args, seed):
-    """`num_envs` games in envpool, which steps them in threads."""
+    """Make `num_envs` games in envpool, which steps them in threads."""
     require_memory("num_envs", args.num_envs, 1_300_000, torch.device("cpu"))
     try:
         return envpool.make(
@@ -394,7 +394,7 @@ def make_pool(args, seed):
 
 
 def make_games(args, folder):
-    """`num_envs` games that step together; videos of the first one go to `folder`."""
+    """Make `num_envs` games, stepped together; videos of the first are written to `folder`."""
     seed = args.seed
     if args.resume is not None:
         seed += load_checkpoint(args.resume).get("global_step", 0)  # a resumed run plays other games
@@ -405,12 +405,12 @@ def make_games(args, folder):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here knows the algorithm.
+# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    """The command line; with --resume, the checkpoint's flags are the defaults."""
+    """Parse the command line. With --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
     if args.resume is not None:
         saved = load_checkpoint(args.resume).get("args", {})
@@ -420,14 +420,14 @@ def parse_args():
 
 
 def refuse(name, value, remedy):
-    """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    """Exit with code 2 and one line that names the argument, its value and the remedy."""
     remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def prepare(args):
-    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
+    """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
@@ -447,25 +447,25 @@ def prepare(args):
 
 
 def load_checkpoint(resume):
-    """What a run's `save` wrote to this folder or file, on the CPU."""
+    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
         if zipfile.ZipFile(path).testzip() is not None:
-            raise ValueError("its checksum is wrong")  # torch.load does not compare it
+            raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def all_finite(state):
-    """Whether the tensors in nested dictionaries and lists hold neither NaN nor infinity."""
+    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
     return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
 
 
 def replace_file(path, write):
-    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
+    """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
@@ -480,7 +480,7 @@ def replace_file(path, write):
 
 
 class ProgressBar(tqdm):
-    """A progress bar that does not mind if stderr is closed."""
+    """A progress bar that tolerates a closed stderr."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -488,10 +488,10 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """A run's folder, logs, checkpoints and end: the context of a training loop.
+    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
 
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
-    summary are written.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
+    they are after an error.
     """
 
     def __init__(self, args, folder, envs, learner):
@@ -502,7 +502,7 @@ class Run:
         self.step = 0
         self.episodes = 0
         self.recent_returns = deque(maxlen=20)
-        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
         self.signal = None
         self.diverged = False
@@ -529,14 +529,14 @@ class Run:
         self.start_time = self.log_time = time.perf_counter()
 
     def make_folder(self):
-        """Make the folder, with configuration and script, unless it is there: somebody may delete it during the run."""
+        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
         if not (self.folder / "config.json").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
             shutil.copy(__file__, self.folder)
 
     def restore(self, checkpoint):
-        """Continue from a checkpoint."""
+        """Restore the run from a checkpoint."""
         try:
             for name in FIXED:
                 if getattr(self.args, name) != checkpoint["args"][name]:
@@ -559,9 +559,9 @@ class Run:
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
+        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
         if os.getpid() != self.pid:
-            os._exit(128 + number)  # a process of the environment's, which has inherited this handler
+            os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -569,16 +569,16 @@ class Run:
             raise KeyboardInterrupt
 
     def unfinished(self):
-        """Whether to go on; writes a checkpoint first if one is due."""
+        """Whether to continue. Saves a checkpoint first if one is due."""
         if self.step >= self.args.total_timesteps or self.signal is not None:
-            return False  # `__exit__` writes the last checkpoint
+            return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
         return True
 
     def advance(self, rewards, ended):
-        """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
+        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
         self.lengths += 1
@@ -593,7 +593,7 @@ class Run:
         self.bar.update(self.args.num_envs)
 
     def log(self, losses):
-        """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
         self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
@@ -605,7 +605,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
+        """End the run with exit code 1. The last checkpoint, if there is one, is kept."""
         self.diverged = True
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
@@ -626,15 +626,15 @@ class Run:
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
-        """Write summary.json, and close environments and logs."""
+        """Write summary.json; close environments and logs."""
         results = {"global_step": self.step, "episodes": self.episodes}
         results["wall_seconds"] = time.perf_counter() - self.start_time
         finite = [value for value in self.recent_returns if math.isfinite(value)]
         results["episodic_return"] = float(np.mean(finite)) if finite else None
         summary = json.dumps(self.config | results, indent=2)
-        with suppress(OSError):  # of stderr
+        with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # the policy is trained: it does not matter if an environment cannot be closed
+        with suppress(Exception):  # an environment that fails to close must not fail the run
             self.envs.close()
         self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
@@ -657,7 +657,7 @@ class Run:
 if __name__ == "__main__":
     train(parse_args())
 
-# `uv run` reads this and installs what the script needs (PEP 723).
+# `uv run` reads and installs these requirements (PEP 723).
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [

@@ -1,12 +1,12 @@
-"""Proximal Policy Optimization (PPO) for Atari at full speed: Schulman et al. 2017, arXiv:1707.06347.
+"""Proximal Policy Optimization (PPO) for Atari, built for speed: Schulman et al. 2017, arXiv:1707.06347.
 
-The updates are those of the plain twin, ppo_atari_envpool.py. What makes this file fast:
+The updates are those of the plain version, ppo_atari_envpool.py. Why it is faster:
 
-1. `--compile` makes one graph of acting and one of a minibatch's update, from its rows to Adam; `--cudagraphs` launches
-   each at once (`PPO.fast`).
-2. The rollout is on the device: an environment step costs one copy in, of bytes, and one copy out (`PPO.act`).
-3. Actions are sampled without a wait, by the Gumbel-max trick (`PPO.decide`).
-4. GAE is a linear recurrence, solved by doubling in log2(num_steps) rounds (`gae`).
+1. `--compile` compiles acting into one graph, and a minibatch's update, from its rows to Adam, into another.
+   `--cudagraphs` captures each as a CUDA graph, which takes one launch (`PPO.fast`).
+2. The rollout is on the device: an environment step takes one copy in, of bytes, and one copy out (`PPO.act`).
+3. Actions are sampled on the device with the Gumbel-max trick, without a wait (`PPO.decide`).
+4. GAE, a linear recurrence, is solved by doubling in log2(num_steps) rounds (`gae`).
 
     python leanrl/ppo_atari_envpool_torchcompile.py --env-id Breakout-v5 --compile --cudagraphs
 """
@@ -47,56 +47,56 @@ CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 @dataclass
 class Args:
     env_id: str = "Breakout-v5"  # Atari game in envpool
-    total_timesteps: int = 10_000_000  # environment steps of the whole run, over all environments; each has four frames
-    num_envs: int = 8  # environments that step together
-    num_steps: int = 128  # steps of each environment per iteration
-    learning_rate: float = 2.5e-4  # learning rate of the first iteration
-    anneal_lr: bool = True  # lower the learning rate linearly to 0 at the end of the run
+    total_timesteps: int = 10_000_000  # total environment steps (four frames each), summed over all environments
+    num_envs: int = 8  # number of environments, stepped together
+    num_steps: int = 128  # steps of each environment per rollout
+    learning_rate: float = 2.5e-4  # initial learning rate
+    anneal_lr: bool = True  # decay the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation (GAE)
     num_minibatches: int = 4  # minibatches per epoch
-    update_epochs: int = 4  # passes over an iteration's transitions
-    norm_adv: bool = True  # normalize the advantages of each minibatch
-    clip_coef: float = 0.1  # largest change of the probability ratio from 1 (epsilon in the paper)
-    clip_vloss: bool = True  # clip the change of the values by --clip-coef too
-    ent_coef: float = 0.01  # coefficient of the entropy in the loss
+    update_epochs: int = 4  # passes over each rollout
+    norm_adv: bool = True  # normalize advantages per minibatch
+    clip_coef: float = 0.1  # clipping range of the probability ratio (epsilon in the paper)
+    clip_vloss: bool = True  # also clip the change in value to --clip-coef
+    ent_coef: float = 0.01  # coefficient of the entropy bonus
     vf_coef: float = 0.5  # coefficient of the value loss
-    max_grad_norm: float = 0.5  # largest norm of a gradient, which is scaled down to it
-    target_kl: float | None = None  # end an iteration after the epoch whose approximate KL divergence exceeds this
+    max_grad_norm: float = 0.5  # gradients are clipped to this norm
+    target_kl: float | None = None  # end an iteration's epochs once the approximate KL divergence exceeds this
 
-    compile: bool = False  # compile acting and the updates with torch.compile
-    cudagraphs: bool = False  # replay acting and the updates as CUDA graphs
-    compile_mode: CompileMode = "default"  # torch.compile's mode
+    compile: bool = False  # compile acting and updates with torch.compile
+    cudagraphs: bool = False  # replay acting and updates as CUDA graphs
+    compile_mode: CompileMode = "default"  # torch.compile mode
     cuda: bool = True  # use a CUDA device if there is one
-    threads: int = 0  # CPU threads of torch (0: torch's default)
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    threads: int = 0  # CPU threads for torch (0: torch's default)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
-    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
+    resume: str | None = None  # folder of a run to resume; its flags become the defaults
+    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
-    wandb_project_name: str = "leanrl"  # project on Weights & Biases
-    wandb_entity: str | None = None  # team on Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
 AT_MOST_1 = ("gamma", "gae_lambda")
-FIXED = ("env_id",)  # what a resumed run cannot change
+FIXED = ("env_id",)  # flags that a resumed run cannot change
 
 
 def orthogonal(layer, gain=2**0.5):
-    """`layer`, which starts with orthogonal weights and without bias."""
+    """Initialize `layer` with orthogonal weights and zero bias, and return it."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class Agent(nn.Module):
-    """The convolutional network of Mnih et al. 2015 with two heads, for uint8 observations, (batch, 4, 84, 84)."""
+    """The convolutional network of Mnih et al. 2015 with two heads, for uint8 observations (batch, 4, 84, 84)."""
 
     def __init__(self, num_actions):
         super().__init__()
@@ -115,18 +115,18 @@ class Agent(nn.Module):
         self.critic = orthogonal(nn.Linear(512, 1), gain=1.0)
 
     def forward(self, obs):
-        """The deterministic policy, which policy.pt2 holds: the most probable actions, (batch,)."""
+        """The deterministic policy, exported to policy.pt2: the most probable actions (batch,)."""
         logits, _ = self.logits_and_values(obs)
         return logits.argmax(-1)
 
     def logits_and_values(self, obs):
-        """Logits of the actions, (batch, num_actions), and values, (batch,)."""
+        """Logits of the actions (batch, num_actions) and values (batch,)."""
         features = self.features(obs / 255)
         return self.actor(features), self.critic(features).squeeze(-1)
 
 
 class PPO:
-    """The learner. CUDA graphs replay kernels, not Python: what changes in training is a tensor, updated in place."""
+    """The learner. CUDA graphs replay kernels but no Python: state that changes is in tensors, updated in place."""
 
     def __init__(self, args, envs, device):
         self.args = args
@@ -140,7 +140,7 @@ class PPO:
         self.scalars = {name: torch.zeros((), device=device) for name in names}
         self.updates = 0
 
-        # the rollout: what the host writes and copies to the device, and what the agent decides there
+        # the rollout: the host's part, which is copied to the device, and the agent's part there
         require_memory("num_steps", args.num_steps, envs.num_envs * math.prod(self.obs_shape), device)
         steps = (args.num_steps, envs.num_envs)
         on_cuda = device.type == "cuda"
@@ -148,19 +148,19 @@ class PPO:
         self.host_obs = torch.zeros(all_obs, dtype=torch.uint8, pin_memory=on_cuda)
         outcomes = ("rewards", "terminated", "ended", "valid")
         self.host_outcomes = {name: torch.zeros(steps, pin_memory=on_cuda) for name in outcomes}
-        self.rollout = {name: column.to(device) for name, column in self.host_outcomes.items()}  # on a CPU the same
+        self.rollout = {name: column.to(device) for name, column in self.host_outcomes.items()}  # the same on a CPU
         self.rollout["obs"] = self.host_obs.to(device)
         self.rollout["actions"] = torch.zeros(steps, dtype=torch.int64, device=device)
         self.rollout |= {name: torch.zeros(steps, device=device) for name in ("log_prob", "values")}
 
-        # acting: what it needs besides observations, and what the host waits for
+        # acting: its inputs besides observations, and the result that the host waits for
         self.t = torch.zeros(1, dtype=torch.int64, device=device)  # step of the rollout
         self.noise = torch.ones(envs.num_envs, num_actions, device=device)
         self.host_actions = torch.zeros(envs.num_envs, dtype=torch.int64, pin_memory=on_cuda)
         self.actions = self.host_actions.to(device)
         self.actions_arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
 
-        # learning: the rollout with a row per transition, and the rows of a minibatch
+        # learning: the rollout as one row per transition, and the rows of a minibatch
         self.batch_size = math.prod(steps)
         names = ("obs", "actions", "log_prob", "values", "valid")
         self.batch = {name: self.rollout[name].flatten(0, 1) for name in names}
@@ -174,8 +174,8 @@ class PPO:
     def make_batch(self):
         """Estimate the advantages and returns of the rollout.
 
-        A step leads to the observation of the next one, also where it ends an episode: only the next step starts a new
-        episode.
+        The next row holds a step's next observation, even where the step ends an episode: only the following step
+        starts a new one.
         """
         rollout = self.rollout
 
@@ -189,7 +189,7 @@ class PPO:
         self.batch["returns"].copy_((advantages + rollout["values"]).flatten())
 
     def loss(self, rows):
-        """Policy loss, value loss, entropy and the log of the probability ratio, (batch,), for rows of a batch."""
+        """Policy loss, value loss, entropy, and the log of the probability ratio (batch,) for rows of a batch."""
         clip = self.args.clip_coef
         valid = rows["valid"]
         logits, values = self.agent.logits_and_values(rows["obs"])
@@ -220,7 +220,7 @@ class PPO:
         """One step of Adam on the transitions `rows` of the batch."""
         rows = {name: column[self.rows] for name, column in self.batch.items()}
         if self.device.type == "cpu":
-            rows["obs"] = rows["obs"].contiguous(memory_format=torch.channels_last)  # learns 1.2 times as fast
+            rows["obs"] = rows["obs"].contiguous(memory_format=torch.channels_last)  # updates are 1.2 times as fast
         policy_loss, value_loss, entropy, log_ratio = self.loss(rows)
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
         ratio = log_ratio.exp()
@@ -237,7 +237,7 @@ class PPO:
         self.store(grad_norm=grad_norm)
 
     def learn_epoch(self):
-        """All of the batch once, in minibatches drawn without replacement."""
+        """Pass over the batch in minibatches drawn without replacement."""
         for scalar in self.scalars.values():
             scalar.zero_()
         order = torch.rand(self.batch_size, device=self.device).argsort()
@@ -246,7 +246,7 @@ class PPO:
             self.update_minibatch()
 
     def update(self, learning_rate, last_obs):
-        """Launch all updates of an iteration; `last_obs`, (num_envs, 4, 84, 84), are what its last step led to."""
+        """Launch all updates of an iteration; `last_obs` (num_envs, 4, 84, 84) follow its last step."""
         self.optimizers["agent"].lr.fill_(learning_rate)
         self.write_obs(self.args.num_steps, last_obs)
         for name, column in self.host_outcomes.items():
@@ -256,16 +256,16 @@ class PPO:
             self.learn_epoch()
             if self.args.target_kl is not None and self.losses()["approx_kl"] > self.args.target_kl:
                 break
-        errors = masked_variance(self.batch["advantages"], self.batch["valid"])  # of returns minus values
+        errors = masked_variance(self.batch["advantages"], self.batch["valid"])  # returns minus values
         explained_variance = 1 - errors / masked_variance(self.batch["returns"], self.batch["valid"])
         self.scalars["explained_variance"].copy_(explained_variance)
         self.updates += 1
 
     @torch.no_grad()
     def decide(self):
-        """Sample actions for the observations of step `t`, with the Gumbel-max trick.
+        """Sample actions for the observations of step `t` with the Gumbel-max trick.
 
-        `noise` is exponential: the negative of its logarithm is Gumbel noise.
+        `noise` is exponential; the negative of its logarithm is Gumbel noise.
         """
         logits, values = self.agent.logits_and_values(self.rollout["obs"][self.t].squeeze(0))
         log_probs = logits.log_softmax(-1)
@@ -275,7 +275,7 @@ class PPO:
             self.rollout[name].index_copy_(0, self.t, column[None])
 
     def act(self, t, obs):
-        """Sampled actions, (num_envs,), for step `t` of the rollout and `obs`, (num_envs, 4, 84, 84); both NumPy."""
+        """Sampled actions (num_envs,) for step `t` of the rollout and `obs` (num_envs, 4, 84, 84), both NumPy."""
         self.write_obs(t, obs)
         self.t.fill_(t)
         self.noise.exponential_()
@@ -286,52 +286,52 @@ class PPO:
         return self.host_actions.numpy().copy()
 
     def write_obs(self, t, obs):
-        """Copy `obs`, NumPy, (num_envs, 4, 84, 84), to step `t` of the rollout."""
+        """Copy `obs`, NumPy (num_envs, 4, 84, 84), to step `t` of the rollout."""
         self.host_obs.numpy()[t] = obs
         self.rollout["obs"][t].copy_(self.host_obs[t], non_blocking=True)
 
     def record(self, t, rewards, terminated, truncated, is_reset):
-        """Note what step `t` led to; all are NumPy, (num_envs,), as `AtariEnvs.step` returns them."""
+        """Note the outcome of step `t`; arguments are NumPy (num_envs,), as returned by `AtariEnvs.step`."""
         outcomes = {"rewards": rewards, "terminated": terminated, "ended": terminated | truncated, "valid": ~is_reset}
         for name, column in outcomes.items():
             self.host_outcomes[name].numpy()[t] = column
 
     def fast(self, function):
-        """`function`, which has no arguments and no results, compiled and as a CUDA graph where the flags say so."""
+        """Compile and capture `function`, which takes and returns nothing, as the flags request."""
         if self.args.compile:
-            torch._dynamo.reset()  # else settings of another learner in this process could be used
+            torch._dynamo.reset()  # otherwise code compiled for another learner could be reused
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the thread that is traced
+            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
             options = torch._inductor.list_mode_options(self.args.compile_mode)
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
-            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
-            function = CudaGraphModule(function, warmup=3)  # captured at the third call, after compilation
+            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
+            function = CudaGraphModule(function, warmup=3)  # captures at the third call, after compilation
         return function
 
     def store(self, **scalars):
-        """Add to the means over an epoch's minibatches, always in the same memory."""
+        """Add scalars to the means over an epoch's minibatches, always in the same memory."""
         for name, value in scalars.items():
             self.scalars[name].add_(value.detach() / self.args.num_minibatches)
 
     def losses(self):
-        """The means of the last update's last epoch by name; waits for that update."""
+        """Mean losses and statistics of the last epoch, by name. Waits for its update."""
         return dict(zip(self.scalars, torch.stack(list(self.scalars.values())).tolist(), strict=True))
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        """A copy of the deterministic policy on the CPU, and example inputs."""
         return copy.deepcopy(self.agent).cpu(), (torch.zeros(2, *self.obs_shape, dtype=torch.uint8),)
 
     def tensors(self):
-        """Every tensor that updates change. What is missing here is not saved."""
+        """All tensors that updates change. Tensors missing here are not saved."""
         optimizers = {name: optimizer.tensors() for name, optimizer in self.optimizers.items()}
         return {"networks": {"agent": self.agent.state_dict()}, "optimizers": optimizers}
 
     def state_dict(self):
-        """What the learner needs to continue bit for bit."""
+        """All state needed to resume bit for bit."""
         return self.tensors() | {
             "updates": self.updates,
             "rng": torch.get_rng_state(),
@@ -339,7 +339,7 @@ class PPO:
         }
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned."""
+        """Restore a `state_dict`."""
         tensors = self.tensors()
         load_tensors(tensors, {name: state[name] for name in tensors})
         self.updates = state["updates"]
@@ -348,9 +348,9 @@ class PPO:
 
 
 def gae(deltas, decay):
-    """Advantages, A_t = delta_t + decay_t A_{t+1}; all are (num_steps, ...).
+    """Advantages A_t = delta_t + decay_t A_{t+1}; all tensors are (num_steps, ...).
 
-    By doubling: after k rounds A_t covers 2**k steps.
+    Computed by doubling: after k rounds, A_t covers 2**k steps.
     """
     advantages = deltas
     covered = 1
@@ -363,17 +363,17 @@ def gae(deltas, decay):
 
 
 def needed_guards(guards):
-    """Drop the guards on layers and globals: calls are faster, but do not notice when one of these has changed."""
+    """Drop guards on layers and globals: calls are faster, but changes to layers and globals go unnoticed."""
     not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
     return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 class ClippedAdam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) on clipped gradients, which can be part of a compiled function.
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) with gradient clipping, for use in compiled functions.
 
-    torch.optim's cannot. The gradients of all weights are one vector here, which has one norm and one Adam. To change
-    the learning rate, call `lr.fill_(value)`.
+    There, torch.optim's breaks the graph. The gradients of all weights are one vector, with one norm and one Adam. To
+    change the learning rate, call `lr.fill_(value)`.
     """
 
     beta1, beta2, eps = 0.9, 0.999, 1e-5  # CleanRL's eps for PPO; torch's default is 1e-8
@@ -387,15 +387,15 @@ class ClippedAdam:
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
         self.one = torch.ones_like(self.rates)
-        self.corrections = torch.zeros_like(self.rates)  # of the bias, 1 - beta**t: the same averages, of ones
+        self.corrections = torch.zeros_like(self.rates)  # for bias, 1 - beta**t: moving averages of ones
 
     def gradient(self, loss):
-        """The gradient of `loss`, one vector."""
+        """The gradient of `loss` as one vector."""
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.weights, materialize_grads=True)])
 
     @torch.no_grad()
     def step(self, gradient):
-        """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
+        """Update the weights in place by `gradient`; returns its norm before clipping."""
         norm = gradient.norm()
         gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
         self.corrections.lerp_(self.one, self.rates)
@@ -415,12 +415,12 @@ class ClippedAdam:
         return [part.view_as(w) for part, w in zip(parts, self.weights, strict=True)]
 
     def tensors(self):
-        """What a resumed run needs."""
+        """The state that a resumed run needs."""
         return {"m": self.m, "v": self.v, "corrections": self.corrections}
 
 
 def load_tensors(tensors, saved):
-    """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
+    """Copy `saved` into `tensors`, nested dictionaries of one structure, in place: CUDA graphs stay valid."""
 
     def load(tensor, value):
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
@@ -431,12 +431,12 @@ def load_tensors(tensors, saved):
 
 
 def masked_mean(values, valid):
-    """The mean of those of `values`, (batch,), for which `valid`, (batch,), is 1; 0 if there is none."""
+    """The mean of `values` (batch,) where `valid` (batch,) is 1; 0 if it is 1 nowhere."""
     return (values * valid).sum() / valid.sum().clamp(min=1)
 
 
 def masked_variance(values, valid):
-    """The unbiased variance of those of `values`, (batch,), for which `valid` is 1; 0 if there are fewer than two."""
+    """The unbiased variance of `values` (batch,) where `valid` is 1; 0 if there are fewer than two of these."""
     squares = (values - masked_mean(values, valid)).square()
     return (squares * valid).sum() / (valid.sum() - 1).clamp(min=1)
 
@@ -477,10 +477,10 @@ def check_minibatches(args):
 
 
 class AtariEnvs(gym.vector.VectorEnv):
-    """Atari games. Observations are the last four frames, (num_envs, 4, 84, 84), uint8.
+    """Atari games. Observations are the last four frames, uint8 (num_envs, 4, 84, 84).
 
-    An episode is a life, with rewards of -1, 0 or 1. It starts in the step after the end of the one before: that step
-    ignores its action, so nothing can be learned from it.
+    An episode is one life, with rewards of -1, 0 or 1. The step after its end ignores its action and starts the next
+    episode, so nothing can be learned from that step.
     """
 
     def __init__(self, args, seed):
@@ -493,20 +493,20 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.ended = np.zeros(self.num_envs, bool)
 
     def reset(self, *, seed=None, options=None):
-        """The first observations and no infos; envpool takes its seed in `__init__`."""
+        """The first observations and empty infos; envpool's seed is set in `__init__`."""
         obs, _ = self.pool.reset()
         return obs, {}
 
     def step(self, actions):
-        """Like any vector environment. Infos, (num_envs,) each, are:
+        """Like any vector environment's step. Infos are arrays (num_envs,):
 
-        `raw_rewards`, those of the game; `game_ended`, where a game is over or at its time limit; `is_reset`, where the
-        step ignored its action and started an episode.
+        `raw_rewards` of the game; `game_ended`, true where a game is over or at its time limit; `is_reset`, true where
+        the step ignored its action and started an episode.
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions.astype(np.int32))
         game_over = infos["terminated"].astype(bool)
         infos = {"raw_rewards": infos["reward"], "game_ended": game_over | truncated, "is_reset": self.ended}
-        terminated = terminated | game_over  # envpool calls a game over in the last step before the limit truncated
+        terminated = terminated | game_over  # envpool reports a game over in its last allowed step as truncated
         truncated = truncated & ~terminated
         self.ended = terminated | truncated
         return obs, rewards, terminated, truncated, infos
@@ -517,20 +517,20 @@ class AtariEnvs(gym.vector.VectorEnv):
 
 
 def require_memory(name, value, bytes_each, device):
-    """Refuse an argument, the number of things of `bytes_each`, if these do not fit into the memory of `device`."""
+    """Refuse an argument if `value` items of `bytes_each` do not fit in the memory of `device`."""
     if device.type == "cuda":
         memory, _ = torch.cuda.mem_get_info()
     elif hasattr(os, "sysconf"):  # not on Windows
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         return
-    room = memory - 2 * 2**30  # the rest is for networks, batches and libraries
+    room = memory - 2 * 2**30  # leaves 2 GiB for networks, batches and libraries
     if value * bytes_each > room:
         refuse(name, value, f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
 
 
 def make_pool(args, seed):
-    """`num_envs` games in envpool, which steps them in threads."""
+    """Make `num_envs` games in envpool, which steps them in threads."""
     require_memory("num_envs", args.num_envs, 1_300_000, torch.device("cpu"))
     try:
         return envpool.make(
@@ -547,7 +547,7 @@ def make_pool(args, seed):
 
 
 def make_games(args, folder):
-    """`num_envs` games that step together; videos of the first one go to `folder`."""
+    """Make `num_envs` games, stepped together; videos of the first are written to `folder`."""
     seed = args.seed
     if args.resume is not None:
         seed += load_checkpoint(args.resume).get("global_step", 0)  # a resumed run plays other games
@@ -558,12 +558,12 @@ def make_games(args, folder):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here knows the algorithm.
+# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    """The command line; with --resume, the checkpoint's flags are the defaults."""
+    """Parse the command line. With --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
     if args.resume is not None:
         saved = load_checkpoint(args.resume).get("args", {})
@@ -573,14 +573,14 @@ def parse_args():
 
 
 def refuse(name, value, remedy):
-    """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    """Exit with code 2 and one line that names the argument, its value and the remedy."""
     remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def prepare(args):
-    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
+    """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
@@ -600,25 +600,25 @@ def prepare(args):
 
 
 def load_checkpoint(resume):
-    """What a run's `save` wrote to this folder or file, on the CPU."""
+    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
         if zipfile.ZipFile(path).testzip() is not None:
-            raise ValueError("its checksum is wrong")  # torch.load does not compare it
+            raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def all_finite(state):
-    """Whether the tensors in nested dictionaries and lists hold neither NaN nor infinity."""
+    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
     return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
 
 
 def replace_file(path, write):
-    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
+    """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
@@ -633,7 +633,7 @@ def replace_file(path, write):
 
 
 class ProgressBar(tqdm):
-    """A progress bar that does not mind if stderr is closed."""
+    """A progress bar that tolerates a closed stderr."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -641,10 +641,10 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """A run's folder, logs, checkpoints and end: the context of a training loop.
+    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
 
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
-    summary are written.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
+    they are after an error.
     """
 
     def __init__(self, args, folder, envs, learner):
@@ -655,7 +655,7 @@ class Run:
         self.step = 0
         self.episodes = 0
         self.recent_returns = deque(maxlen=20)
-        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
         self.signal = None
         self.diverged = False
@@ -682,14 +682,14 @@ class Run:
         self.start_time = self.log_time = time.perf_counter()
 
     def make_folder(self):
-        """Make the folder, with configuration and script, unless it is there: somebody may delete it during the run."""
+        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
         if not (self.folder / "config.json").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
             shutil.copy(__file__, self.folder)
 
     def restore(self, checkpoint):
-        """Continue from a checkpoint."""
+        """Restore the run from a checkpoint."""
         try:
             for name in FIXED:
                 if getattr(self.args, name) != checkpoint["args"][name]:
@@ -712,9 +712,9 @@ class Run:
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
+        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
         if os.getpid() != self.pid:
-            os._exit(128 + number)  # a process of the environment's, which has inherited this handler
+            os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -722,16 +722,16 @@ class Run:
             raise KeyboardInterrupt
 
     def unfinished(self):
-        """Whether to go on; writes a checkpoint first if one is due."""
+        """Whether to continue. Saves a checkpoint first if one is due."""
         if self.step >= self.args.total_timesteps or self.signal is not None:
-            return False  # `__exit__` writes the last checkpoint
+            return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
         return True
 
     def advance(self, rewards, ended):
-        """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
+        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
         self.lengths += 1
@@ -746,7 +746,7 @@ class Run:
         self.bar.update(self.args.num_envs)
 
     def log(self, losses):
-        """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
         self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
@@ -758,7 +758,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
+        """End the run with exit code 1. The last checkpoint, if there is one, is kept."""
         self.diverged = True
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
@@ -779,15 +779,15 @@ class Run:
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
-        """Write summary.json, and close environments and logs."""
+        """Write summary.json; close environments and logs."""
         results = {"global_step": self.step, "episodes": self.episodes}
         results["wall_seconds"] = time.perf_counter() - self.start_time
         finite = [value for value in self.recent_returns if math.isfinite(value)]
         results["episodic_return"] = float(np.mean(finite)) if finite else None
         summary = json.dumps(self.config | results, indent=2)
-        with suppress(OSError):  # of stderr
+        with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # the policy is trained: it does not matter if an environment cannot be closed
+        with suppress(Exception):  # an environment that fails to close must not fail the run
             self.envs.close()
         self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
@@ -810,7 +810,7 @@ class Run:
 if __name__ == "__main__":
     train(parse_args())
 
-# `uv run` reads this and installs what the script needs (PEP 723).
+# `uv run` reads and installs these requirements (PEP 723).
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [

@@ -1,14 +1,14 @@
-"""Proximal Policy Optimization (PPO) for continuous actions at full speed: Schulman et al. 2017, arXiv:1707.06347.
+"""Proximal Policy Optimization (PPO) for continuous actions, built for speed: Schulman et al. 2017, arXiv:1707.06347.
 
-The updates are those of the plain twin, ppo_continuous_action.py. What makes this file fast:
+The updates are those of the plain version, ppo_continuous_action.py. Why it is faster:
 
-1. The policy acts in NumPy, without values and log-probabilities (`numpy_function`, `PPO.act`).
-2. The environments are stepped without the work of gymnasium's vector environment (`DirectEnvs`).
-3. The rollout is one block of host memory, and one copy takes it to the device (`PPO.record`, `PPO.update`).
-4. Values, log-probabilities and advantages of a rollout are computed at once (`PPO.make_batch`): the advantages take
-   log2(num_steps) rounds (`gae`).
-5. `--compile` makes one graph of a minibatch's forward, backward, clipping and Adam (`PPO.update_minibatch`).
-6. `--cudagraphs` replays all epochs of an iteration as one CUDA graph, or one each with --target-kl (`PPO.learn`).
+1. The policy acts in NumPy, without computing values and log-probabilities (`numpy_function`, `PPO.act`).
+2. Environments are stepped without the overhead of gymnasium's vector environment (`DirectEnvs`).
+3. The rollout is one block of host memory, copied to the device at once (`PPO.record`, `PPO.update`).
+4. Values and log-probabilities of a rollout are computed at once, and advantages in log2(num_steps) rounds
+   (`PPO.make_batch`, `gae`).
+5. `--compile` compiles a minibatch's forward, backward, clipping and Adam into one graph (`PPO.update_minibatch`).
+6. `--cudagraphs` replays all epochs of an iteration as one CUDA graph, or each epoch with --target-kl (`PPO.learn`).
 
     python leanrl/ppo_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile --cudagraphs
 """
@@ -49,50 +49,50 @@ CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v5"  # gymnasium environment
-    total_timesteps: int = 1_000_000  # environment steps of the whole run, over all environments
-    num_envs: int = 1  # environments that step together
-    num_steps: int = 2048  # steps of each environment per iteration
-    learning_rate: float = 3e-4  # learning rate of the first iteration
-    anneal_lr: bool = True  # lower the learning rate linearly to 0 at the end of the run
+    total_timesteps: int = 1_000_000  # total environment steps, summed over all environments
+    num_envs: int = 1  # number of environments, stepped together
+    num_steps: int = 2048  # steps of each environment per rollout
+    learning_rate: float = 3e-4  # initial learning rate
+    anneal_lr: bool = True  # decay the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation (GAE)
     num_minibatches: int = 32  # minibatches per epoch
-    update_epochs: int = 10  # passes over an iteration's transitions
-    norm_adv: bool = True  # normalize the advantages of each minibatch
-    clip_coef: float = 0.2  # largest change of the probability ratio from 1 (epsilon in the paper)
-    clip_vloss: bool = True  # clip the change of the values by --clip-coef too
-    ent_coef: float = 0.0  # coefficient of the entropy in the loss
+    update_epochs: int = 10  # passes over each rollout
+    norm_adv: bool = True  # normalize advantages per minibatch
+    clip_coef: float = 0.2  # clipping range of the probability ratio (epsilon in the paper)
+    clip_vloss: bool = True  # also clip the change in value to --clip-coef
+    ent_coef: float = 0.0  # coefficient of the entropy bonus
     vf_coef: float = 0.5  # coefficient of the value loss
-    max_grad_norm: float = 0.5  # largest norm of a gradient, which is scaled down to it
-    target_kl: float | None = None  # end an iteration after the epoch whose approximate KL divergence exceeds this
-    bootstrap_truncation: bool = True  # bootstrap the value behind a truncated episode; without, it counts as terminal
+    max_grad_norm: float = 0.5  # gradients are clipped to this norm
+    target_kl: float | None = None  # end an iteration's epochs once the approximate KL divergence exceeds this
+    bootstrap_truncation: bool = True  # bootstrap the value at a truncation; otherwise it counts as terminal
 
-    compile: bool = False  # compile the updates with torch.compile
-    cudagraphs: bool = False  # replay the updates as CUDA graphs
-    compile_mode: CompileMode = "default"  # torch.compile's mode
+    compile: bool = False  # compile updates with torch.compile
+    cudagraphs: bool = False  # replay updates as CUDA graphs
+    compile_mode: CompileMode = "default"  # torch.compile mode
     cuda: bool = True  # use a CUDA device if there is one
-    threads: int = 1  # CPU threads of torch (0: torch's default, slower for networks this small)
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    threads: int = 1  # CPU threads for torch (0: torch's default, slower for networks this small)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
-    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
+    resume: str | None = None  # folder of a run to resume; its flags become the defaults
+    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
-    wandb_project_name: str = "leanrl"  # project on Weights & Biases
-    wandb_entity: str | None = None  # team on Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
 AT_MOST_1 = ("gamma", "gae_lambda")
-FIXED = ("env_id",)  # what a resumed run cannot change
+FIXED = ("env_id",)  # flags that a resumed run cannot change
 
 
 def linear(inputs, outputs, gain=2**0.5):
-    """A linear layer that starts with orthogonal weights and without bias."""
+    """A linear layer, initialized with orthogonal weights and zero bias."""
     layer = nn.Linear(inputs, outputs)
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -100,9 +100,9 @@ def linear(inputs, outputs, gain=2**0.5):
 
 
 class Agent(nn.Module):
-    """A Gaussian policy, whose standard deviation does not depend on the observation, and a value function.
+    """A Gaussian policy with a state-independent standard deviation, and a value function.
 
-    The learner calls `actor`, for the mean of the actions, and `critic`, both with normalized observations.
+    The learner calls `actor`, which returns mean actions, and `critic`, both with normalized observations.
     """
 
     def __init__(self, obs_dim, action_space):
@@ -129,19 +129,19 @@ class Agent(nn.Module):
         self.register_buffer("high", torch.tensor(action_space.high, dtype=torch.float32))
 
     def forward(self, obs):
-        """The deterministic policy, which policy.pt2 holds: (batch, obs_dim) to (batch, act_dim), not normalized."""
+        """The deterministic policy, exported to policy.pt2: maps raw (batch, obs_dim) to (batch, act_dim)."""
         normalized = ((obs - self.obs_mean) / self.obs_std).clamp(-10, 10).float()
         return self.actor(normalized).clamp(self.low, self.high)
 
 
 class PPO:
-    """The learner. CUDA graphs replay kernels, not Python: what changes in training is a tensor, updated in place."""
+    """The learner. CUDA graphs replay kernels but no Python: state that changes is in tensors, updated in place."""
 
     def __init__(self, args, envs, device):
         self.args = args
         self.device = device
         obs_dim = envs.single_observation_space.shape[0]
-        self.example = torch.from_numpy(np.zeros((2, obs_dim), envs.single_observation_space.dtype))  # of observations
+        self.example = torch.from_numpy(np.zeros((2, obs_dim), envs.single_observation_space.dtype))  # raw observations
         self.act_dim = act_dim = envs.single_action_space.shape[0]
         self.low, self.high = envs.single_action_space.low, envs.single_action_space.high
         with device:
@@ -161,7 +161,7 @@ class PPO:
         on_cuda = device.type == "cuda"
         self.rollout_widths = [obs_dim, obs_dim, act_dim, 1, 1, 1]
         self.host_rollout = torch.zeros(args.num_steps, envs.num_envs, sum(self.rollout_widths), pin_memory=on_cuda)
-        self.rollout = self.host_rollout.to(device)  # on a CPU the same memory
+        self.rollout = self.host_rollout.to(device)  # the same memory on a CPU
         columns = [column.numpy() for column in self.host_rollout.split(self.rollout_widths, -1)]  # the same memory
         self.obs, self.next_obs, self.actions, *scalars = columns
         self.rewards, self.terminated, self.ended = (scalar[..., 0] for scalar in scalars)
@@ -171,7 +171,7 @@ class PPO:
         batch_size = args.num_steps * envs.num_envs
         self.batch = torch.zeros(batch_size, sum(self.batch_widths), device=device)
         self.minibatch = torch.zeros(batch_size // args.num_minibatches, sum(self.batch_widths), device=device)
-        # with --target-kl the host looks at the divergence after each epoch
+        # with --target-kl, the host checks the divergence after each epoch
         self.epochs_at_once = args.update_epochs if args.target_kl is None else 1
         self.orders = torch.zeros(self.epochs_at_once, batch_size, dtype=torch.int64, device=device)
 
@@ -181,7 +181,7 @@ class PPO:
 
     @torch.no_grad()
     def make_batch(self):
-        """Fill `batch`, whose rows are the rollout's transitions, with their advantages and returns."""
+        """Fill `batch` with the rollout's transitions, their advantages and returns."""
         obs, next_obs, actions, rewards, terminated, ended = self.rollout.split(self.rollout_widths, -1)
         log_prob = gaussian_log_prob(self.agent.actor(obs), self.agent.log_std, actions)
         values = self.agent.critic(obs)
@@ -195,7 +195,7 @@ class PPO:
         self.batch.copy_(torch.cat(columns, -1).flatten(0, 1))
 
     def loss(self, rows):
-        """Policy loss, value loss, entropy and the log of the probability ratio, (n, 1), for n rows of `batch`."""
+        """Policy loss, value loss, entropy, and the log of the probability ratio (n, 1) for n rows of `batch`."""
         obs, actions, old_log_prob, old_values, advantages, returns = rows.split(self.batch_widths, -1)
         clip = self.args.clip_coef
 
@@ -227,7 +227,7 @@ class PPO:
         self.store(grad_norm=grad_norm)
 
     def learn(self):
-        """Pass over the batch once for each of `orders`, in minibatches; then measure."""
+        """Pass over the batch in minibatches, once for each of `orders`; then measure."""
         for order in self.orders:
             for rows in order.chunk(self.args.num_minibatches):
                 torch.index_select(self.batch, 0, rows, out=self.minibatch)
@@ -250,14 +250,14 @@ class PPO:
         )
 
     def update(self, learning_rate):
-        """Learn from the rollout: a CUDA device may still be at it when this returns."""
+        """Learn from the rollout. A CUDA device may still be computing when this returns."""
         self.optimizers["agent"].lr.fill_(learning_rate)
         self.agent.obs_mean.copy_(torch.from_numpy(self.normalizer.obs_mean))
         self.agent.obs_std.copy_(torch.from_numpy(self.normalizer.obs_std))
         self.rollout.copy_(self.host_rollout)
         self.make_batch()
         for _ in range(self.args.update_epochs // self.epochs_at_once):
-            # random numbers are drawn outside of graphs, so that all modes draw the same ones
+            # random numbers are drawn outside of graphs, so that all modes draw the same
             self.orders.copy_(torch.rand(self.orders.shape, device=self.device).argsort(-1))
             self.learn()
             if self.args.target_kl is not None and self.losses()["approx_kl"] > self.args.target_kl:
@@ -266,22 +266,22 @@ class PPO:
 
     @torch.no_grad()
     def start_rollout(self):
-        """Wait for the newest weights, and draw the noise of all actions at once."""
+        """Wait for the newest weights, and draw the noise for all actions of the rollout."""
         self.host_agent.load_state_dict(self.agent.state_dict())
         noise = torch.randn(self.noise.shape) * self.host_agent.log_std.exp()
         self.noise[:] = noise.numpy()
 
     def act(self, t, obs):
-        """Sampled actions for step `t` of the rollout; both are NumPy, (num_envs, ...), `obs` normalized."""
+        """Sampled actions for step `t` of the rollout and normalized `obs`, both NumPy (num_envs, ...)."""
         actions = self.mean_actions(obs) + self.noise[t]
         self.obs[t] = obs
         self.actions[t] = actions
         return actions.clip(self.low, self.high)
 
     def record(self, t, next_obs, rewards, terminated, ended, act_on):
-        """Store what step `t` led to; all are NumPy, (num_envs, ...). Returns `act_on` normalized.
+        """Store the outcome of step `t` and return `act_on`, normalized. Arguments are NumPy (num_envs, ...).
 
-        `act_on` is `next_obs`, but the first observation of the next episode where one has ended.
+        `act_on` equals `next_obs`, except where an episode has ended: there it is the first observation of the next.
         """
         obs, rewards = self.normalizer.normalize(act_on, rewards, ended)
         self.next_obs[t] = obs if act_on is next_obs else self.normalizer.scale_obs(next_obs)
@@ -291,51 +291,51 @@ class PPO:
         return obs
 
     def compiled(self, function):
-        """`function`, which has no arguments and no results, compiled if --compile says so."""
+        """Compile `function`, which takes and returns nothing, if --compile is set."""
         if not self.args.compile:
             return function
-        torch._dynamo.reset()  # else settings of another learner in this process could be used
+        torch._dynamo.reset()  # otherwise code compiled for another learner could be reused
         torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-        torch.autograd.set_multithreading_enabled(False)  # the backward pass then runs in the thread that is traced
+        torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
         options = torch._inductor.list_mode_options(self.args.compile_mode)
         options["guard_filter_fn"] = needed_guards
         if self.device.type == "cuda":
             options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
         else:
-            options["cpp_wrapper"] = True  # kernels are called from C++
+            options["cpp_wrapper"] = True  # calls kernels from C++
         return torch.compile(function, fullgraph=True, options=options)
 
     def captured(self, function):
-        """`function`, which has no arguments and no results, as a CUDA graph if --cudagraphs says so."""
+        """Capture `function`, which takes and returns nothing, as a CUDA graph if --cudagraphs is set."""
         if not self.args.cudagraphs:
             return function
-        logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
-        return CudaGraphModule(function, warmup=3)  # captured at the third call, when all has been compiled
+        logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
+        return CudaGraphModule(function, warmup=3)  # captures at the third call, after all compilation
 
     def store(self, **scalars):
-        """Keep scalars for the log, always in the same memory.
+        """Store scalars for the log, always in the same memory.
 
-        What depends on weights has to be stored before a step changes them: compiled code may compute it late.
+        Store values before the optimizer changes weights that they depend on: compiled code may compute them late.
         """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
 
     def losses(self):
-        """The last update's losses and statistics by name; waits for that update."""
+        """Losses and statistics of the last update, by name. Waits for that update."""
         return dict(zip(self.scalars, torch.stack(list(self.scalars.values())).tolist(), strict=True))
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        """A copy of the deterministic policy on the CPU, and example inputs."""
         return copy.deepcopy(self.agent).cpu().eval(), (self.example,)
 
     def tensors(self):
-        """Every tensor that updates change. What is missing here is not saved."""
+        """All tensors that updates change. Tensors missing here are not saved."""
         optimizers = {name: optimizer.tensors() for name, optimizer in self.optimizers.items()}
         networks = {"agent": self.agent.state_dict()}
         return {"networks": networks, "optimizers": optimizers, "normalizer": self.normalizer.tensors()}
 
     def state_dict(self):
-        """What the learner needs to continue bit for bit."""
+        """All state needed to resume bit for bit."""
         return self.tensors() | {
             "updates": self.updates,
             "rng": torch.get_rng_state(),
@@ -343,7 +343,7 @@ class PPO:
         }
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned."""
+        """Restore a `state_dict`."""
         tensors = self.tensors()
         load_tensors(tensors, {name: state[name] for name in tensors})
         self.updates = state["updates"]
@@ -352,15 +352,15 @@ class PPO:
 
 
 def gaussian_log_prob(mean, log_std, actions):
-    """Log-probabilities, (..., 1), of `actions`, (..., act_dim)."""
+    """Log-probabilities (..., 1) of `actions` (..., act_dim)."""
     squares = ((actions - mean) * (-log_std).exp()).square()
     return -(0.5 * squares + log_std + 0.5 * math.log(2 * math.pi)).sum(-1, keepdim=True)
 
 
 def gae(deltas, decay):
-    """Advantages, A_t = delta_t + decay_t A_{t+1}; all are (num_steps, ...).
+    """Advantages A_t = delta_t + decay_t A_{t+1}; all tensors are (num_steps, ...).
 
-    By doubling: after k rounds A_t covers 2**k steps.
+    Computed by doubling: after k rounds, A_t covers 2**k steps.
     """
     advantages = deltas
     covered = 1
@@ -373,10 +373,10 @@ def gae(deltas, decay):
 
 
 def numpy_function(module):
-    """`module`, on the CPU, as a function of a NumPy array, (batch, inputs).
+    """A CPU `module` as a function of a NumPy array (batch, inputs).
 
-    A small network takes a few microseconds in NumPy and tens in torch. The function shares the weights' memory: it
-    sees what is copied into them, but not a parameter that replaces one. Layers not listed here are called in torch.
+    A small network takes a few microseconds in NumPy and tens of them in torch. The function shares the memory of the
+    weights: it sees in-place changes, but no replaced parameters. Layers not listed here are called in torch.
     """
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         functions = [numpy_function(layer) for layer in module]
@@ -398,14 +398,14 @@ def numpy_function(module):
 
 
 class DirectEnvs(gym.vector.VectorWrapper):
-    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do."""
+    """Steps the environments of a SyncVectorEnv without its overhead, which can exceed their own time."""
 
     def __init__(self, envs):
         super().__init__(envs)
         self.shape = envs.observation_space.shape
 
     def step(self, actions):
-        """As in gymnasium, without infos; where an episode has ended, call `restart`."""
+        """Like gymnasium's `step`, without infos. Call `restart` where an episode has ended."""
         self.obs = [None] * len(actions)
         rewards = np.empty(len(actions))
         terminated = np.empty(len(actions), bool)
@@ -415,7 +415,7 @@ class DirectEnvs(gym.vector.VectorWrapper):
         return np.array(self.obs).reshape(self.shape), rewards, terminated, truncated, {}
 
     def restart(self, ended):
-        """Reset the environments where `ended`, (num_envs,); returns the observations of all."""
+        """Reset the environments where `ended` (num_envs,) is true; returns the observations of all."""
         for i in ended.nonzero()[0]:
             self.obs[i], _ = self.env.envs[i].reset()
         return np.array(self.obs).reshape(self.shape)
@@ -424,8 +424,8 @@ class DirectEnvs(gym.vector.VectorWrapper):
 class Normalizer:
     """Scales observations to mean 0 and variance 1, and rewards so that discounted returns have variance 1.
 
-    All environments share the statistics. They are float64 (Chan, Golub and LeVeque 1983), and those of observations
-    and of returns lie side by side, for one pass over both. Results are in [-10, 10].
+    All environments share the statistics, which are float64 (Chan, Golub and LeVeque 1983). Those of observations and
+    returns are in one array, updated in one pass. Results are clipped to [-10, 10].
     """
 
     def __init__(self, num_envs, obs_dim, gamma):
@@ -439,7 +439,7 @@ class Normalizer:
         self.obs_mean, self.obs_std = self.mean[:-1], self.std[:-1]
 
     def normalize(self, obs, rewards=0.0, ended=False):
-        """Observations, (num_envs, obs_dim), and rewards, (num_envs,), scaled by statistics that include them."""
+        """Update the statistics with observations (num_envs, obs_dim) and rewards (num_envs,); return both scaled."""
         self.obs[:] = obs
         self.returns[:] = self.gamma * self.returns + rewards
         errors = self.rows - self.mean
@@ -449,12 +449,12 @@ class Normalizer:
         self.squares += np.add.reduce(errors * centered)
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
         self.returns[ended] = 0
-        centered[:, -1] = rewards  # scaled as returns are, but not centered
+        centered[:, -1] = rewards  # scaled like returns, but not centered
         scaled = (centered / self.std).clip(-10, 10).astype(np.float32)
         return scaled[:, :-1], scaled[:, -1]
 
     def scale_obs(self, obs):
-        """Observations, (n, obs_dim), scaled by the statistics as they are."""
+        """Observations (n, obs_dim), scaled without an update of the statistics."""
         return ((obs - self.obs_mean) / self.obs_std).clip(-10, 10).astype(np.float32)
 
     def tensors(self):
@@ -463,10 +463,10 @@ class Normalizer:
 
 
 class ClippedAdam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) on clipped gradients, which can be part of a compiled function.
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) with gradient clipping, for use in compiled functions.
 
-    torch.optim's cannot. The gradients of all weights are one vector here, which has one norm and one Adam. To change
-    the learning rate, call `lr.fill_(value)`.
+    There, torch.optim's breaks the graph. The gradients of all weights are one vector, with one norm and one Adam. To
+    change the learning rate, call `lr.fill_(value)`.
     """
 
     beta1, beta2, eps = 0.9, 0.999, 1e-5  # CleanRL's eps for PPO; torch's default is 1e-8
@@ -480,15 +480,15 @@ class ClippedAdam:
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
         self.one = torch.ones_like(self.rates)
-        self.corrections = torch.zeros_like(self.rates)  # of the bias, 1 - beta**t: the same averages, of ones
+        self.corrections = torch.zeros_like(self.rates)  # for bias, 1 - beta**t: moving averages of ones
 
     def gradient(self, loss):
-        """The gradient of `loss`, one vector."""
+        """The gradient of `loss` as one vector."""
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.weights, materialize_grads=True)])
 
     @torch.no_grad()
     def step(self, gradient):
-        """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
+        """Update the weights in place by `gradient`; returns its norm before clipping."""
         norm = gradient.norm()
         gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
         self.corrections.lerp_(self.one, self.rates)
@@ -508,19 +508,19 @@ class ClippedAdam:
         return [part.view_as(w) for part, w in zip(parts, self.weights, strict=True)]
 
     def tensors(self):
-        """What a resumed run needs."""
+        """The state that a resumed run needs."""
         return {"m": self.m, "v": self.v, "corrections": self.corrections}
 
 
 def needed_guards(guards):
-    """Drop the guards on layers and globals: calls are faster, but do not notice when one of these has changed."""
+    """Drop guards on layers and globals: calls are faster, but changes to layers and globals go unnoticed."""
     not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
     return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 def load_tensors(tensors, saved):
-    """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
+    """Copy `saved` into `tensors`, nested dictionaries of one structure, in place: CUDA graphs stay valid."""
 
     def load(tensor, value):
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
@@ -573,7 +573,7 @@ def check_minibatches(args):
 
 
 def make_envs(args, folder):
-    """`num_envs` copies of the environment, which step one after the other; the first one's videos go to `folder`."""
+    """Make `num_envs` environments, stepped one after another; videos of the first are written to `folder`."""
 
     def make_env(index):
         if args.capture_video and index == 0:
@@ -595,20 +595,20 @@ def make_envs(args, folder):
 
 
 def require_bounded_actions(args, envs):
-    """Refuse actions that are not vectors of floats with bounds."""
+    """Refuse action spaces that are not bounded vectors of floats."""
     space = envs.single_action_space
     floats = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and len(space.shape) == 1
-    if not floats or np.abs((space.low, space.high)).max() >= 1e30:  # float32 overflows from 3e38 on
+    if not floats or np.abs((space.low, space.high)).max() >= 1e30:  # float32 overflows near 3e38
         refuse("env_id", args.env_id, f"actions must be bounded vectors of floats, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here knows the algorithm.
+# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    """The command line; with --resume, the checkpoint's flags are the defaults."""
+    """Parse the command line. With --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
     if args.resume is not None:
         saved = load_checkpoint(args.resume).get("args", {})
@@ -618,14 +618,14 @@ def parse_args():
 
 
 def refuse(name, value, remedy):
-    """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    """Exit with code 2 and one line that names the argument, its value and the remedy."""
     remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def prepare(args):
-    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
+    """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
@@ -645,25 +645,25 @@ def prepare(args):
 
 
 def load_checkpoint(resume):
-    """What a run's `save` wrote to this folder or file, on the CPU."""
+    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
         if zipfile.ZipFile(path).testzip() is not None:
-            raise ValueError("its checksum is wrong")  # torch.load does not compare it
+            raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def all_finite(state):
-    """Whether the tensors in nested dictionaries and lists hold neither NaN nor infinity."""
+    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
     return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
 
 
 def replace_file(path, write):
-    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
+    """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
@@ -678,7 +678,7 @@ def replace_file(path, write):
 
 
 class ProgressBar(tqdm):
-    """A progress bar that does not mind if stderr is closed."""
+    """A progress bar that tolerates a closed stderr."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -686,10 +686,10 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """A run's folder, logs, checkpoints and end: the context of a training loop.
+    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
 
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
-    summary are written.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
+    they are after an error.
     """
 
     def __init__(self, args, folder, envs, learner):
@@ -700,7 +700,7 @@ class Run:
         self.step = 0
         self.episodes = 0
         self.recent_returns = deque(maxlen=20)
-        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
         self.signal = None
         self.diverged = False
@@ -727,14 +727,14 @@ class Run:
         self.start_time = self.log_time = time.perf_counter()
 
     def make_folder(self):
-        """Make the folder, with configuration and script, unless it is there: somebody may delete it during the run."""
+        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
         if not (self.folder / "config.json").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
             shutil.copy(__file__, self.folder)
 
     def restore(self, checkpoint):
-        """Continue from a checkpoint."""
+        """Restore the run from a checkpoint."""
         try:
             for name in FIXED:
                 if getattr(self.args, name) != checkpoint["args"][name]:
@@ -757,9 +757,9 @@ class Run:
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
+        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
         if os.getpid() != self.pid:
-            os._exit(128 + number)  # a process of the environment's, which has inherited this handler
+            os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -767,16 +767,16 @@ class Run:
             raise KeyboardInterrupt
 
     def unfinished(self):
-        """Whether to go on; writes a checkpoint first if one is due."""
+        """Whether to continue. Saves a checkpoint first if one is due."""
         if self.step >= self.args.total_timesteps or self.signal is not None:
-            return False  # `__exit__` writes the last checkpoint
+            return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
         return True
 
     def advance(self, rewards, ended):
-        """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
+        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
         self.lengths += 1
@@ -791,7 +791,7 @@ class Run:
         self.bar.update(self.args.num_envs)
 
     def log(self, losses):
-        """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
         self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
@@ -803,7 +803,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
+        """End the run with exit code 1. The last checkpoint, if there is one, is kept."""
         self.diverged = True
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
@@ -824,15 +824,15 @@ class Run:
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
-        """Write summary.json, and close environments and logs."""
+        """Write summary.json; close environments and logs."""
         results = {"global_step": self.step, "episodes": self.episodes}
         results["wall_seconds"] = time.perf_counter() - self.start_time
         finite = [value for value in self.recent_returns if math.isfinite(value)]
         results["episodic_return"] = float(np.mean(finite)) if finite else None
         summary = json.dumps(self.config | results, indent=2)
-        with suppress(OSError):  # of stderr
+        with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # the policy is trained: it does not matter if an environment cannot be closed
+        with suppress(Exception):  # an environment that fails to close must not fail the run
             self.envs.close()
         self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
@@ -855,7 +855,7 @@ class Run:
 if __name__ == "__main__":
     train(parse_args())
 
-# `uv run` reads this and installs what the script needs (PEP 723).
+# `uv run` reads and installs these requirements (PEP 723).
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [

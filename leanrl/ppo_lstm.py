@@ -1,20 +1,21 @@
 """Proximal Policy Optimization (PPO) with memory, in plain PyTorch: Schulman et al. 2017, arXiv:1707.06347.
 
-For environments whose observations do not tell all: an LSTM (Hochreiter and Schmidhuber 1997) or a GRU (Cho et al.
-2014, arXiv:1406.1078) remembers the episode so far. Actions are discrete or continuous.
+For partially observable environments: an LSTM (Hochreiter and Schmidhuber 1997) or a GRU (Cho et al. 2014,
+arXiv:1406.1078) remembers the episode so far. Actions are discrete or continuous. Defaults are this project's own.
 
-1. The state of the recurrent cell is 0 where an episode begins, also inside a sequence (`PPO.act`, `PPO.unroll`).
-2. Minibatches are whole sequences: all steps of some environments, from the state at the rollout's start on
+1. The state of the recurrent cell is reset to 0 where an episode begins, also within a sequence (`PPO.act`,
+   `PPO.unroll`).
+2. Minibatches are whole sequences: all steps of some environments, starting from the rollout's initial state
    (`PPO.update`).
-3. Advantages are estimated by GAE; a truncated episode is not a terminal state, and its last observation is valued with
-   the state that has seen the episode (`PPO.make_batch`).
-4. Not only the probability ratio is clipped, but also the change of the values (`PPO.loss`).
+3. Advantages are estimated by GAE. Truncation is not termination: the last observation is valued with the recurrent
+   state of its episode (`PPO.make_batch`).
+4. The change in value is clipped, like the probability ratio (`PPO.loss`).
 5. Each minibatch normalizes its advantages and clips its gradient (`PPO.loss`, `PPO.update_minibatch`).
 6. Observations and rewards are scaled by running statistics (`Normalizer`).
-7. Layers start orthogonal, and the policy's last one almost at 0 (`linear`, `recurrent`, `Agent`).
+7. Layers are initialized orthogonally, the policy's last layer close to 0 (`linear`, `recurrent`, `Agent`).
 8. The learning rate decays linearly to 0 (`train`).
 
-ppo_lstm_torchcompile.py makes the same updates at full speed.
+ppo_lstm_torchcompile.py makes the same updates faster.
 
     python leanrl/ppo_lstm.py --env-id CartPole-v1
 """
@@ -55,47 +56,47 @@ CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}
 class Args:
     env_id: str = "CartPole-v1"  # gymnasium environment
     cell: Literal["lstm", "gru"] = "lstm"  # recurrent cell
-    total_timesteps: int = 500_000  # environment steps of the whole run, over all environments
-    num_envs: int = 16  # environments that step together
-    num_steps: int = 128  # steps of each environment per iteration, the length of a sequence
-    learning_rate: float = 1e-3  # learning rate of the first iteration
-    anneal_lr: bool = True  # lower the learning rate linearly to 0 at the end of the run
+    total_timesteps: int = 500_000  # total environment steps, summed over all environments
+    num_envs: int = 16  # number of environments, stepped together
+    num_steps: int = 128  # steps of each environment per rollout, the length of a sequence
+    learning_rate: float = 1e-3  # initial learning rate
+    anneal_lr: bool = True  # decay the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    num_minibatches: int = 4  # minibatches per epoch, each of the sequences of num_envs / num_minibatches environments
-    update_epochs: int = 4  # passes over an iteration's transitions
-    norm_adv: bool = True  # normalize the advantages of each minibatch
-    clip_coef: float = 0.2  # largest change of the probability ratio from 1 (epsilon in the paper)
-    clip_vloss: bool = True  # clip the change of the values by --clip-coef too
-    ent_coef: float = 0.01  # coefficient of the entropy in the loss
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation (GAE)
+    num_minibatches: int = 4  # minibatches per epoch, each the sequences of num_envs / num_minibatches environments
+    update_epochs: int = 4  # passes over each rollout
+    norm_adv: bool = True  # normalize advantages per minibatch
+    clip_coef: float = 0.2  # clipping range of the probability ratio (epsilon in the paper)
+    clip_vloss: bool = True  # also clip the change in value to --clip-coef
+    ent_coef: float = 0.01  # coefficient of the entropy bonus
     vf_coef: float = 0.5  # coefficient of the value loss
-    max_grad_norm: float = 0.5  # largest norm of a gradient, which is scaled down to it
-    target_kl: float | None = None  # end an iteration after the epoch whose approximate KL divergence exceeds this
-    bootstrap_truncation: bool = True  # bootstrap the value behind a truncated episode; without, it counts as terminal
+    max_grad_norm: float = 0.5  # gradients are clipped to this norm
+    target_kl: float | None = None  # end an iteration's epochs once the approximate KL divergence exceeds this
+    bootstrap_truncation: bool = True  # bootstrap the value at a truncation; otherwise it counts as terminal
 
     cuda: bool = True  # use a CUDA device if there is one
-    threads: int = 1  # CPU threads of torch (0: torch's default, slower for networks this small)
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    threads: int = 1  # CPU threads for torch (0: torch's default, slower for networks this small)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
-    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
+    resume: str | None = None  # folder of a run to resume; its flags become the defaults
+    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
-    wandb_project_name: str = "leanrl"  # project on Weights & Biases
-    wandb_entity: str | None = None  # team on Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
 AT_MOST_1 = ("gamma", "gae_lambda")
-FIXED = ("env_id", "cell", "num_envs")  # what a resumed run cannot change
+FIXED = ("env_id", "cell", "num_envs")  # flags that a resumed run cannot change
 
 
 def linear(inputs, outputs, gain=2**0.5):
-    """A linear layer that starts with orthogonal weights and without bias."""
+    """A linear layer, initialized with orthogonal weights and zero bias."""
     layer = nn.Linear(inputs, outputs)
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -103,7 +104,7 @@ def linear(inputs, outputs, gain=2**0.5):
 
 
 def recurrent(cell):
-    """`cell`, which starts with orthogonal weights and without bias."""
+    """Initialize `cell` with orthogonal weights and zero biases, and return it."""
     for name, parameter in cell.named_parameters():
         if name.startswith("weight"):
             nn.init.orthogonal_(parameter)
@@ -113,10 +114,10 @@ def recurrent(cell):
 
 
 class Agent(nn.Module):
-    """An encoder and a recurrent cell, whose hidden state is what the policy and the value function see.
+    """An encoder and a recurrent cell; policy and value function are linear in the cell's hidden state.
 
-    The policy is categorical, or Gaussian with a standard deviation that does not depend on the observation. A state is
-    the hidden state and, of an LSTM, its cell state beside it: (..., state_dim).
+    The policy is categorical, or Gaussian with a state-independent standard deviation. A `state` (..., state_dim) is
+    the cell's hidden state, for an LSTM concatenated with its cell state.
     """
 
     def __init__(self, obs_dim, action_space, cell):
@@ -137,9 +138,9 @@ class Agent(nn.Module):
             self.register_buffer("high", torch.tensor(action_space.high, dtype=torch.float32))
 
     def forward(self, obs, state):
-        """The deterministic policy, which policy.pt2 holds: observations and states to actions and the next states.
+        """The deterministic policy, exported to policy.pt2: maps observations and states to actions and next states.
 
-        Observations, (batch, obs_dim), are not normalized; states have to be 0 where an episode begins.
+        Observations (batch, obs_dim) are raw. States (batch, state_dim) must be 0 where an episode begins.
         """
         normalized = ((obs - self.obs_mean) / self.obs_std).clamp(-10, 10).float()
         state = self.remember(normalized, state)
@@ -148,21 +149,21 @@ class Agent(nn.Module):
         return actions, state
 
     def remember(self, obs, state):
-        """The next states, (batch, state_dim), for normalized observations, (batch, obs_dim)."""
+        """The next states (batch, state_dim) after normalized observations (batch, obs_dim)."""
         features = self.encoder(obs)
         if isinstance(self.cell, nn.LSTMCell):
             return torch.cat(self.cell(features, state.chunk(2, -1)), -1)
         return self.cell(features, state)
 
     def sample(self, state, noise):
-        """Actions, (..., act_dim); `noise` is exponential if they are discrete, else normal, (..., outputs)."""
+        """Actions (..., act_dim); `noise` (..., outputs) is exponential for discrete actions, else normal."""
         outputs = self.actor(state[..., :HIDDEN])
         if self.discrete:
             return (outputs - noise.log()).argmax(-1, keepdim=True)  # -log of exponential noise is Gumbel noise
         return outputs + self.log_std.exp() * noise
 
     def evaluate(self, state, actions):
-        """Log-probabilities of actions, (..., act_dim), entropies and values, (...,) each."""
+        """Log-probabilities of `actions` (..., act_dim), entropies and values, each (...,)."""
         outputs = self.actor(state[..., :HIDDEN])
         if self.discrete:
             policy = Categorical(logits=outputs, validate_args=False)
@@ -173,7 +174,7 @@ class Agent(nn.Module):
         return policy.log_prob(actions), policy.entropy(), self.value(state)
 
     def value(self, state):
-        """Values, (...,)."""
+        """Values (...,)."""
         return self.critic(state[..., :HIDDEN]).squeeze(-1)
 
 
@@ -184,7 +185,7 @@ class PPO:
         self.args = args
         self.device = device
         obs_dim = envs.single_observation_space.shape[0]
-        self.example = torch.from_numpy(np.zeros((2, obs_dim), envs.single_observation_space.dtype))  # of observations
+        self.example = torch.from_numpy(np.zeros((2, obs_dim), envs.single_observation_space.dtype))  # raw observations
         self.action_space = envs.single_action_space
         with device:
             self.agent = Agent(obs_dim, self.action_space, args.cell)
@@ -203,7 +204,7 @@ class PPO:
 
     @torch.no_grad()
     def make_batch(self):
-        """The rollout's transitions with their advantages and returns, by name, (num_steps, num_envs, ...)."""
+        """The rollout's transitions (num_steps, num_envs, ...) by name, with advantages and returns."""
         rollout = self.rollout
         next_states = self.agent.remember(rollout["next_obs"].flatten(0, 1), rollout["states"].flatten(0, 1))
         next_values = self.agent.value(next_states).view_as(rollout["values"])
@@ -220,7 +221,7 @@ class PPO:
         return rollout | {"advantages": advantages, "returns": advantages + rollout["values"]}
 
     def unroll(self, obs, starts, state):
-        """The states after all steps, (num_steps, sequences, state_dim), of sequences that begin with `state`."""
+        """The states (num_steps, sequences, state_dim) after each step of sequences with the initial state `state`."""
         states = []
         for step_obs, start in zip(obs, starts, strict=True):
             state = self.agent.remember(step_obs, (1 - start)[:, None] * state)
@@ -228,9 +229,9 @@ class PPO:
         return torch.stack(states)
 
     def loss(self, rows, state):
-        """Policy loss, value loss, entropy and the log of the probability ratio, (num_steps, sequences).
+        """Policy loss, value loss, entropy, and the log of the probability ratio (num_steps, sequences).
 
-        `rows` are those of a batch, (num_steps, sequences, ...), `state`, (sequences, state_dim), is where they begin.
+        `rows` of a batch are (num_steps, sequences, ...), and `state` (sequences, state_dim) is their initial state.
         """
         clip = self.args.clip_coef
         states = self.unroll(rows["obs"], rows["starts"], state)
@@ -254,7 +255,7 @@ class PPO:
         return policy_loss, value_loss, entropy.mean(), log_ratio
 
     def update_minibatch(self, rows, state):
-        """One step of Adam on sequences that begin with `state`; returns what to log, by name."""
+        """One step of Adam on sequences with the initial state `state`; returns values to log, by name."""
         policy_loss, value_loss, entropy, log_ratio = self.loss(rows, state)
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
         self.optimizers["agent"].zero_grad()
@@ -274,7 +275,7 @@ class PPO:
         }
 
     def update(self, learning_rate):
-        """Learn from the rollout, all sequences once per epoch; the losses to log are means of the last epoch's."""
+        """Run all epochs over the rollout, each with all sequences. Logged losses are means over the last epoch."""
         self.optimizers["agent"].param_groups[0]["lr"] = learning_rate
         self.agent.obs_mean.copy_(torch.from_numpy(self.normalizer.obs_mean))
         self.agent.obs_std.copy_(torch.from_numpy(self.normalizer.obs_std))
@@ -291,12 +292,12 @@ class PPO:
         self.updates += 1
 
     def start_rollout(self):
-        """Keep the state that the rollout begins with."""
+        """Keep the initial state of the rollout."""
         self.first_state = self.state
 
     @torch.no_grad()
     def act(self, t, obs):
-        """Sampled actions for step `t` of the rollout; both are NumPy, (num_envs, ...), `obs` normalized."""
+        """Sampled actions for step `t` of the rollout and normalized `obs`, both NumPy (num_envs, ...)."""
         obs = torch.as_tensor(obs, device=self.device)
         starts = torch.as_tensor(self.start, dtype=torch.float32, device=self.device)
         self.state = self.agent.remember(obs, (1 - starts)[:, None] * self.state)
@@ -314,9 +315,9 @@ class PPO:
         return actions.clip(self.action_space.low, self.action_space.high)
 
     def record(self, t, next_obs, rewards, terminated, ended, act_on):
-        """Store what step `t` led to; all are NumPy, (num_envs, ...). Returns `act_on` normalized.
+        """Store the outcome of step `t` and return `act_on`, normalized. Arguments are NumPy (num_envs, ...).
 
-        `act_on` is `next_obs`, but the first observation of the next episode where one has ended.
+        `act_on` equals `next_obs`, except where an episode has ended: there it is the first observation of the next.
         """
         obs, rewards = self.normalizer.normalize(act_on, rewards, ended)
         next_obs = obs if act_on is next_obs else self.normalizer.scale_obs(next_obs)
@@ -326,20 +327,20 @@ class PPO:
         return obs
 
     def write(self, t, **columns):
-        """Write columns, (num_envs, ...), as step `t` of the rollout."""
+        """Write columns (num_envs, ...) to step `t` of the rollout."""
         for name, column in columns.items():
             self.rollout[name][t] = torch.as_tensor(column, device=self.device)
 
     def losses(self):
-        """The last update's losses and statistics by name."""
+        """Losses and statistics of the last update, by name."""
         return {name: value.item() for name, value in self.last_losses.items()}
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        """A copy of the deterministic policy on the CPU, and example inputs."""
         return copy.deepcopy(self.agent).cpu().eval(), (self.example, torch.zeros(2, self.agent.state_dim))
 
     def state_dict(self):
-        """What the learner needs to continue bit for bit, on the CPU or on the device."""
+        """All state needed to resume bit for bit; tensors may be on the device."""
         return {
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
@@ -350,7 +351,7 @@ class PPO:
         }
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned, with the learning rates of this run's arguments."""
+        """Restore a `state_dict`, but keep the learning rates of this run's flags."""
         for name, network in self.networks.items():
             network.load_state_dict(state["networks"][name])
         for name, optimizer in self.optimizers.items():
@@ -366,8 +367,8 @@ class PPO:
 class Normalizer:
     """Scales observations to mean 0 and variance 1, and rewards so that discounted returns have variance 1.
 
-    All environments share the statistics. They are float64 (Chan, Golub and LeVeque 1983), and those of observations
-    and of returns lie side by side, for one pass over both. Results are in [-10, 10].
+    All environments share the statistics, which are float64 (Chan, Golub and LeVeque 1983). Those of observations and
+    returns are in one array, updated in one pass. Results are clipped to [-10, 10].
     """
 
     def __init__(self, num_envs, obs_dim, gamma):
@@ -381,7 +382,7 @@ class Normalizer:
         self.obs_mean, self.obs_std = self.mean[:-1], self.std[:-1]
 
     def normalize(self, obs, rewards=0.0, ended=False):
-        """Observations, (num_envs, obs_dim), and rewards, (num_envs,), scaled by statistics that include them."""
+        """Update the statistics with observations (num_envs, obs_dim) and rewards (num_envs,); return both scaled."""
         self.obs[:] = obs
         self.returns[:] = self.gamma * self.returns + rewards
         errors = self.rows - self.mean
@@ -391,12 +392,12 @@ class Normalizer:
         self.squares += np.add.reduce(errors * centered)
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
         self.returns[ended] = 0
-        centered[:, -1] = rewards  # scaled as returns are, but not centered
+        centered[:, -1] = rewards  # scaled like returns, but not centered
         scaled = (centered / self.std).clip(-10, 10).astype(np.float32)
         return scaled[:, :-1], scaled[:, -1]
 
     def scale_obs(self, obs):
-        """Observations, (n, obs_dim), scaled by the statistics as they are."""
+        """Observations (n, obs_dim), scaled without an update of the statistics."""
         return ((obs - self.obs_mean) / self.obs_std).clip(-10, 10).astype(np.float32)
 
     def tensors(self):
@@ -441,7 +442,7 @@ def check_sequences(args):
 
 
 def make_envs(args, folder):
-    """`num_envs` copies of the environment, which step one after the other; the first one's videos go to `folder`."""
+    """Make `num_envs` environments, stepped one after another; videos of the first are written to `folder`."""
 
     def make_env(index):
         if args.capture_video and index == 0:
@@ -463,22 +464,22 @@ def make_envs(args, folder):
 
 
 def require_actions(args, envs):
-    """Refuse actions that are neither numbers from 0 up nor vectors of floats with bounds."""
+    """Refuse action spaces that are neither discrete from 0 up nor bounded vectors of floats."""
     space = envs.single_action_space
     discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
     floats = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and len(space.shape) == 1
-    bounded = floats and np.abs((space.low, space.high)).max() < 1e30  # float32 overflows from 3e38 on
+    bounded = floats and np.abs((space.low, space.high)).max() < 1e30  # float32 overflows near 3e38
     if not discrete and not bounded:
         refuse("env_id", args.env_id, f"actions must be bounded vectors of floats or discrete from 0 on, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here knows the algorithm.
+# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    """The command line; with --resume, the checkpoint's flags are the defaults."""
+    """Parse the command line. With --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
     if args.resume is not None:
         saved = load_checkpoint(args.resume).get("args", {})
@@ -488,14 +489,14 @@ def parse_args():
 
 
 def refuse(name, value, remedy):
-    """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    """Exit with code 2 and one line that names the argument, its value and the remedy."""
     remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def prepare(args):
-    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
+    """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
@@ -515,25 +516,25 @@ def prepare(args):
 
 
 def load_checkpoint(resume):
-    """What a run's `save` wrote to this folder or file, on the CPU."""
+    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
         if zipfile.ZipFile(path).testzip() is not None:
-            raise ValueError("its checksum is wrong")  # torch.load does not compare it
+            raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def all_finite(state):
-    """Whether the tensors in nested dictionaries and lists hold neither NaN nor infinity."""
+    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
     return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
 
 
 def replace_file(path, write):
-    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
+    """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
@@ -548,7 +549,7 @@ def replace_file(path, write):
 
 
 class ProgressBar(tqdm):
-    """A progress bar that does not mind if stderr is closed."""
+    """A progress bar that tolerates a closed stderr."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -556,10 +557,10 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """A run's folder, logs, checkpoints and end: the context of a training loop.
+    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
 
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
-    summary are written.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
+    they are after an error.
     """
 
     def __init__(self, args, folder, envs, learner):
@@ -570,7 +571,7 @@ class Run:
         self.step = 0
         self.episodes = 0
         self.recent_returns = deque(maxlen=20)
-        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
         self.signal = None
         self.diverged = False
@@ -597,14 +598,14 @@ class Run:
         self.start_time = self.log_time = time.perf_counter()
 
     def make_folder(self):
-        """Make the folder, with configuration and script, unless it is there: somebody may delete it during the run."""
+        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
         if not (self.folder / "config.json").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
             shutil.copy(__file__, self.folder)
 
     def restore(self, checkpoint):
-        """Continue from a checkpoint."""
+        """Restore the run from a checkpoint."""
         try:
             for name in FIXED:
                 if getattr(self.args, name) != checkpoint["args"][name]:
@@ -627,9 +628,9 @@ class Run:
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
+        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
         if os.getpid() != self.pid:
-            os._exit(128 + number)  # a process of the environment's, which has inherited this handler
+            os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -637,16 +638,16 @@ class Run:
             raise KeyboardInterrupt
 
     def unfinished(self):
-        """Whether to go on; writes a checkpoint first if one is due."""
+        """Whether to continue. Saves a checkpoint first if one is due."""
         if self.step >= self.args.total_timesteps or self.signal is not None:
-            return False  # `__exit__` writes the last checkpoint
+            return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
         return True
 
     def advance(self, rewards, ended):
-        """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
+        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
         self.lengths += 1
@@ -661,7 +662,7 @@ class Run:
         self.bar.update(self.args.num_envs)
 
     def log(self, losses):
-        """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
         self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
@@ -673,7 +674,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
+        """End the run with exit code 1. The last checkpoint, if there is one, is kept."""
         self.diverged = True
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
@@ -694,15 +695,15 @@ class Run:
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
-        """Write summary.json, and close environments and logs."""
+        """Write summary.json; close environments and logs."""
         results = {"global_step": self.step, "episodes": self.episodes}
         results["wall_seconds"] = time.perf_counter() - self.start_time
         finite = [value for value in self.recent_returns if math.isfinite(value)]
         results["episodic_return"] = float(np.mean(finite)) if finite else None
         summary = json.dumps(self.config | results, indent=2)
-        with suppress(OSError):  # of stderr
+        with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # the policy is trained: it does not matter if an environment cannot be closed
+        with suppress(Exception):  # an environment that fails to close must not fail the run
             self.envs.close()
         self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
@@ -725,7 +726,7 @@ class Run:
 if __name__ == "__main__":
     train(parse_args())
 
-# `uv run` reads this and installs what the script needs (PEP 723).
+# `uv run` reads and installs these requirements (PEP 723).
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [

@@ -1,18 +1,18 @@
-"""Proximal Policy Optimization (PPO) with memory at full speed: Schulman et al. 2017, arXiv:1707.06347.
+"""Proximal Policy Optimization (PPO) with memory, built for speed: Schulman et al. 2017, arXiv:1707.06347.
 
-The updates are those of the plain twin, ppo_lstm.py. What makes this file fast:
+The updates are those of the plain version, ppo_lstm.py. Why it is faster:
 
-1. Only the recurrent product is computed step by step. What observations add to the gates is one matmul for all steps,
-   and so is the gradient of each weight (`PPO.unroll`, `RecurrentBias`).
-2. `--compile` makes one function of a few steps, which the loop over time calls: compilation takes no longer for more
-   steps (`PPO.unroll_chunk`).
-3. Values and log-probabilities of a rollout or a minibatch are computed at once, advantages by doubling in
-   log2(num_steps) rounds (`PPO.make_batch`, `PPO.loss`, `gae`).
-4. `--cudagraphs` replays acting, and all epochs of an iteration with all of their steps, as CUDA graphs, or one each
-   with --target-kl (`PPO.decide`, `PPO.learn`).
-5. The state of the recurrent cell stays on the device: an environment step costs one copy in and one copy out
-   (`PPO.act`). The rollout is one block of host memory, which takes one copy (`PPO.update`).
-6. The environments are stepped without the work of gymnasium's vector environment (`DirectEnvs`).
+1. Only the recurrent product is computed step by step. The contribution of observations to the gates is one matmul for
+   all steps, and so is the gradient of each weight (`PPO.unroll`, `RecurrentBias`).
+2. `--compile` compiles a few steps as one function, called in a loop over time: more steps take no longer to compile
+   (`PPO.unroll_chunk`).
+3. Values and log-probabilities of a rollout or a minibatch are computed at once, and advantages in log2(num_steps)
+   rounds (`PPO.make_batch`, `PPO.loss`, `gae`).
+4. `--cudagraphs` replays acting as one CUDA graph, and all epochs of an iteration as another, or each epoch with
+   --target-kl (`PPO.decide`, `PPO.learn`).
+5. The state of the recurrent cell stays on the device: an environment step takes one copy in and one copy out
+   (`PPO.act`). The rollout is one block of host memory, copied at once (`PPO.update`).
+6. Environments are stepped without the overhead of gymnasium's vector environment (`DirectEnvs`).
 
     python leanrl/ppo_lstm_torchcompile.py --env-id CartPole-v1 --compile --cudagraphs
 """
@@ -50,7 +50,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 HIDDEN = 128  # units of the recurrent cell
-CHUNK = 8  # steps of a sequence in one compiled function, or their greatest common divisor with --num-steps
+CHUNK = 8  # steps in a compiled function (if it divides --num-steps, else their greatest common divisor)
 CELLS = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
@@ -59,50 +59,50 @@ CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 class Args:
     env_id: str = "CartPole-v1"  # gymnasium environment
     cell: Literal["lstm", "gru"] = "lstm"  # recurrent cell
-    total_timesteps: int = 500_000  # environment steps of the whole run, over all environments
-    num_envs: int = 16  # environments that step together
-    num_steps: int = 128  # steps of each environment per iteration, the length of a sequence
-    learning_rate: float = 1e-3  # learning rate of the first iteration
-    anneal_lr: bool = True  # lower the learning rate linearly to 0 at the end of the run
+    total_timesteps: int = 500_000  # total environment steps, summed over all environments
+    num_envs: int = 16  # number of environments, stepped together
+    num_steps: int = 128  # steps of each environment per rollout, the length of a sequence
+    learning_rate: float = 1e-3  # initial learning rate
+    anneal_lr: bool = True  # decay the learning rate linearly to 0 over the run
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    num_minibatches: int = 4  # minibatches per epoch, each of the sequences of num_envs / num_minibatches environments
-    update_epochs: int = 4  # passes over an iteration's transitions
-    norm_adv: bool = True  # normalize the advantages of each minibatch
-    clip_coef: float = 0.2  # largest change of the probability ratio from 1 (epsilon in the paper)
-    clip_vloss: bool = True  # clip the change of the values by --clip-coef too
-    ent_coef: float = 0.01  # coefficient of the entropy in the loss
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation (GAE)
+    num_minibatches: int = 4  # minibatches per epoch, each the sequences of num_envs / num_minibatches environments
+    update_epochs: int = 4  # passes over each rollout
+    norm_adv: bool = True  # normalize advantages per minibatch
+    clip_coef: float = 0.2  # clipping range of the probability ratio (epsilon in the paper)
+    clip_vloss: bool = True  # also clip the change in value to --clip-coef
+    ent_coef: float = 0.01  # coefficient of the entropy bonus
     vf_coef: float = 0.5  # coefficient of the value loss
-    max_grad_norm: float = 0.5  # largest norm of a gradient, which is scaled down to it
-    target_kl: float | None = None  # end an iteration after the epoch whose approximate KL divergence exceeds this
-    bootstrap_truncation: bool = True  # bootstrap the value behind a truncated episode; without, it counts as terminal
+    max_grad_norm: float = 0.5  # gradients are clipped to this norm
+    target_kl: float | None = None  # end an iteration's epochs once the approximate KL divergence exceeds this
+    bootstrap_truncation: bool = True  # bootstrap the value at a truncation; otherwise it counts as terminal
 
-    compile: bool = False  # compile acting and the updates with torch.compile
-    cudagraphs: bool = False  # replay acting and the updates as CUDA graphs
-    compile_mode: CompileMode = "default"  # torch.compile's mode
+    compile: bool = False  # compile acting and updates with torch.compile
+    cudagraphs: bool = False  # replay acting and updates as CUDA graphs
+    compile_mode: CompileMode = "default"  # torch.compile mode
     cuda: bool = True  # use a CUDA device if there is one
-    threads: int = 1  # CPU threads of torch (0: torch's default, slower for networks this small)
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    threads: int = 1  # CPU threads for torch (0: torch's default, slower for networks this small)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
-    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
+    resume: str | None = None  # folder of a run to resume; its flags become the defaults
+    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
-    wandb_project_name: str = "leanrl"  # project on Weights & Biases
-    wandb_entity: str | None = None  # team on Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
 AT_MOST_1 = ("gamma", "gae_lambda")
-FIXED = ("env_id", "cell", "num_envs")  # what a resumed run cannot change
+FIXED = ("env_id", "cell", "num_envs")  # flags that a resumed run cannot change
 
 
 def linear(inputs, outputs, gain=2**0.5):
-    """A linear layer that starts with orthogonal weights and without bias."""
+    """A linear layer, initialized with orthogonal weights and zero bias."""
     layer = nn.Linear(inputs, outputs)
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -110,7 +110,7 @@ def linear(inputs, outputs, gain=2**0.5):
 
 
 def recurrent(cell):
-    """`cell`, which starts with orthogonal weights and without bias."""
+    """Initialize `cell` with orthogonal weights and zero biases, and return it."""
     for name, parameter in cell.named_parameters():
         if name.startswith("weight"):
             nn.init.orthogonal_(parameter)
@@ -120,10 +120,10 @@ def recurrent(cell):
 
 
 class Agent(nn.Module):
-    """An encoder and a recurrent cell, whose hidden state is what the policy and the value function see.
+    """An encoder and a recurrent cell; policy and value function are linear in the cell's hidden state.
 
-    The policy is categorical, or Gaussian with a standard deviation that does not depend on the observation. A state is
-    the hidden state and, of an LSTM, its cell state beside it: (..., state_dim).
+    The policy is categorical, or Gaussian with a state-independent standard deviation. A `state` (..., state_dim) is
+    the cell's hidden state, for an LSTM concatenated with its cell state.
     """
 
     def __init__(self, obs_dim, action_space, cell):
@@ -144,9 +144,9 @@ class Agent(nn.Module):
             self.register_buffer("high", torch.tensor(action_space.high, dtype=torch.float32))
 
     def forward(self, obs, state):
-        """The deterministic policy, which policy.pt2 holds: observations and states to actions and the next states.
+        """The deterministic policy, exported to policy.pt2: maps observations and states to actions and next states.
 
-        Observations, (batch, obs_dim), are not normalized; states have to be 0 where an episode begins.
+        Observations (batch, obs_dim) are raw. States (batch, state_dim) must be 0 where an episode begins.
         """
         normalized = ((obs - self.obs_mean) / self.obs_std).clamp(-10, 10).float()
         state = self.remember(normalized, state)
@@ -155,21 +155,21 @@ class Agent(nn.Module):
         return actions, state
 
     def remember(self, obs, state):
-        """The next states, (batch, state_dim), for normalized observations, (batch, obs_dim)."""
+        """The next states (batch, state_dim) after normalized observations (batch, obs_dim)."""
         features = self.encoder(obs)
         if isinstance(self.cell, nn.LSTMCell):
             return torch.cat(self.cell(features, state.chunk(2, -1)), -1)
         return self.cell(features, state)
 
     def sample(self, state, noise):
-        """Actions, (..., act_dim); `noise` is exponential if they are discrete, else normal, (..., outputs)."""
+        """Actions (..., act_dim); `noise` (..., outputs) is exponential for discrete actions, else normal."""
         outputs = self.actor(state[..., :HIDDEN])
         if self.discrete:
             return (outputs - noise.log()).argmax(-1, keepdim=True)  # -log of exponential noise is Gumbel noise
         return outputs + self.log_std.exp() * noise
 
     def evaluate(self, state, actions):
-        """Log-probabilities of actions, (..., act_dim), entropies and values, (...,) each."""
+        """Log-probabilities of `actions` (..., act_dim), entropies and values, each (...,)."""
         outputs = self.actor(state[..., :HIDDEN])
         if self.discrete:
             policy = Categorical(logits=outputs, validate_args=False)
@@ -180,28 +180,28 @@ class Agent(nn.Module):
         return policy.log_prob(actions), policy.entropy(), self.value(state)
 
     def value(self, state):
-        """Values, (...,)."""
+        """Values (...,)."""
         return self.critic(state[..., :HIDDEN]).squeeze(-1)
 
 
 class PPO:
-    """The learner. CUDA graphs replay kernels, not Python: what changes in training is a tensor, updated in place.
+    """The learner. CUDA graphs replay kernels but no Python: state that changes is in tensors, updated in place.
 
-    Acting steps the cell by `Agent.remember`, and learning computes the same steps in `unroll`, with `GATES`: change
-    both together. Before the first update of an iteration the ratio of new to old probabilities then is 1.
+    Acting steps the cell with `Agent.remember`; learning computes the same steps in `unroll`, with `GATES`. Change both
+    together: before the first update of an iteration, the ratio of new to old probabilities must be 1.
     """
 
     def __init__(self, args, envs, device):
         self.args = args
         self.device = device
         obs_dim = envs.single_observation_space.shape[0]
-        self.example = torch.from_numpy(np.zeros((2, obs_dim), envs.single_observation_space.dtype))  # of observations
+        self.example = torch.from_numpy(np.zeros((2, obs_dim), envs.single_observation_space.dtype))  # raw observations
         self.action_space = envs.single_action_space
         with device:
             self.agent = Agent(obs_dim, self.action_space, args.cell)
         act_dim, state_dim = self.agent.act_dim, self.agent.state_dim
         self.gates = GATES[args.cell]
-        if args.compile:  # the backward pass computes the gates again: a step keeps one tensor for it, not five
+        if args.compile:  # the backward pass recomputes the gates: each step keeps one tensor instead of five
             self.gates = partial(recompute, self.gates, use_reentrant=False)
         self.optimizers = {"agent": ClippedAdam(self.agent.parameters(), args.learning_rate, args.max_grad_norm)}
         self.normalizer = Normalizer(envs.num_envs, obs_dim, args.gamma)
@@ -214,23 +214,23 @@ class PPO:
         steps = (args.num_steps, envs.num_envs)
         self.rollout_widths = [obs_dim, 1, self.agent.outputs, obs_dim, act_dim, 3]
         self.host_rollout = torch.zeros(*steps, sum(self.rollout_widths), pin_memory=on_cuda)
-        self.rollout = self.host_rollout.to(device)  # on a CPU the same memory
+        self.rollout = self.host_rollout.to(device)  # the same memory on a CPU
         columns = [column.numpy() for column in self.host_rollout.split(self.rollout_widths, -1)]
         self.obs, self.starts, self.noise, self.next_obs, self.actions, numbers = columns
         self.rewards, self.terminated, self.ended = np.moveaxis(numbers, -1, 0)
         self.states = torch.zeros(1 + args.num_steps, envs.num_envs, state_dim, device=device)  # before and after steps
 
-        # acting, on the device: a row of the rollout comes in, actions go out
+        # acting, on the device: a row of the rollout goes in, actions come out
         self.start = np.ones((envs.num_envs, 1), bool)  # where the next step begins an episode
         self.row = self.rollout[0].clone()
         self.state = torch.zeros(envs.num_envs, state_dim, device=device)  # after the newest step
         self.host_chosen = torch.zeros(envs.num_envs, act_dim, pin_memory=on_cuda)
         self.chosen = self.host_chosen.to(device)
 
-        # learning: observations, actions, and columns of one number
+        # learning: observations, actions, and five scalars
         self.batch_widths = [obs_dim, act_dim, 5]
         self.batch = torch.zeros(*steps, sum(self.batch_widths), device=device)
-        # with --target-kl the host looks at the divergence after each epoch
+        # with --target-kl, the host checks the divergence after each epoch
         self.epochs_at_once = args.update_epochs if args.target_kl is None else 1
         self.orders = torch.zeros(self.epochs_at_once, envs.num_envs, dtype=torch.int64, device=device)
         self.from_obs = self.compiled(self.from_obs)
@@ -243,7 +243,7 @@ class PPO:
 
     @torch.no_grad()
     def make_batch(self):
-        """Fill `batch`, whose rows are the rollout's transitions, with their advantages and returns."""
+        """Fill `batch` with the rollout's transitions, their advantages and returns."""
         obs, starts, _, next_obs, actions, numbers = self.rollout.split(self.rollout_widths, -1)
         rewards, terminated, ended = numbers.unbind(-1)
         states = self.states[1:]
@@ -261,19 +261,19 @@ class PPO:
         self.store(explained_variance=1 - advantages.var() / returns.var())
 
     def from_obs(self, obs):
-        """What observations add to the gates of the cell, (num_steps, sequences, gates)."""
+        """The input term of the cell's gates (num_steps, sequences, gates)."""
         cell = self.agent.cell
         return nn.functional.linear(self.agent.encoder(obs), cell.weight_ih, cell.bias_ih)
 
     def unroll(self, obs, starts, state):
-        """The states after all steps, (num_steps, sequences, state_dim), of sequences that begin with `state`."""
+        """The states (num_steps, sequences, state_dim) after each step of sequences with the initial state `state`."""
         cell = self.agent.cell
         chunk = math.gcd(self.args.num_steps, CHUNK)
         keep = 1 - starts.unsqueeze(-1)
-        hidden = torch.empty(*obs.shape[:2], HIDDEN, device=self.device)  # of the recurrent product, filled below
+        hidden = torch.empty(*obs.shape[:2], HIDDEN, device=self.device)  # inputs of the recurrent matmul, filled below
         bias = RecurrentBias.apply(cell.weight_hh, cell.bias_hh, hidden)
         states = [state[None]]
-        state = state.requires_grad_()  # as the states between two chunks: all chunks are one compiled function
+        state = state.requires_grad_()  # like the states between chunks, so that all chunks share one compiled function
         for inputs in zip(self.from_obs(obs).split(chunk), bias.split(chunk), keep.split(chunk), strict=True):
             chunk_states, state = self.unroll_chunk(state, *inputs)
             states.append(chunk_states)
@@ -282,7 +282,7 @@ class PPO:
         return states[1:]
 
     def unroll_chunk(self, state, from_obs, bias, keep):
-        """The states after a few steps, and the last of them; but for `state` all are (steps, sequences, ...)."""
+        """The states after each of a few steps, and the last state; other inputs are (steps, sequences, ...)."""
         weight = self.agent.cell.weight_hh.detach()
         states = []
         for t in range(len(from_obs)):
@@ -293,7 +293,7 @@ class PPO:
         return torch.stack(states), state
 
     def loss(self, states, actions, old_log_prob, old_values, advantages, returns):
-        """The loss, and losses and statistics by name; all are (num_steps, sequences, ...)."""
+        """The loss, and its parts and statistics by name; arguments are (num_steps, sequences, ...)."""
         clip = self.args.clip_coef
         log_prob, entropy, values = self.agent.evaluate(states, actions)
 
@@ -323,7 +323,7 @@ class PPO:
         return loss, {name: value.detach() for name, value in losses.items()}
 
     def update_minibatch(self, env_ids):
-        """One step of Adam on the sequences of the environments `env_ids`; returns what to log, by name."""
+        """One step of Adam on the sequences of the environments `env_ids`; returns values to log, by name."""
         obs, actions, numbers = self.batch.index_select(1, env_ids).split(self.batch_widths, -1)
         starts, *columns = numbers.unbind(-1)
         states = self.unroll(obs, starts, self.states[0].index_select(0, env_ids))
@@ -332,20 +332,20 @@ class PPO:
         return losses | {"grad_norm": self.descend(gradient)}
 
     def learn(self):
-        """Pass over the batch once for each of `orders`, in minibatches; store the last pass's mean losses."""
+        """Pass over the batch in minibatches, once for each of `orders`; store the mean losses of the last pass."""
         for order in self.orders:
             losses = [self.update_minibatch(env_ids) for env_ids in order.chunk(self.args.num_minibatches)]
         self.store(**{name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]})
 
     def update(self, learning_rate):
-        """Learn from the rollout: a CUDA device may still be at it when this returns."""
+        """Learn from the rollout. A CUDA device may still be computing when this returns."""
         self.optimizers["agent"].lr.fill_(learning_rate)
         self.agent.obs_mean.copy_(torch.from_numpy(self.normalizer.obs_mean))
         self.agent.obs_std.copy_(torch.from_numpy(self.normalizer.obs_std))
         self.rollout.copy_(self.host_rollout)
         self.make_batch()
         for _ in range(self.args.update_epochs // self.epochs_at_once):
-            # random numbers are drawn outside of graphs, so that all modes draw the same ones
+            # random numbers are drawn outside of graphs, so that all modes draw the same
             self.orders.copy_(torch.rand(self.orders.shape, device=self.device).argsort(-1))
             self.learn()
             if self.args.target_kl is not None and self.losses()["approx_kl"] > self.args.target_kl:
@@ -354,20 +354,20 @@ class PPO:
 
     @torch.no_grad()
     def decide(self):
-        """The next `state`, and actions that are `chosen` for the observations in `row`."""
+        """Compute the next `state` and the `chosen` actions for the observations in `row`."""
         obs, starts, noise, *_ = self.row.split(self.rollout_widths, -1)
         state = self.agent.remember(obs, (1 - starts) * self.state)
         self.state.copy_(state)
         self.chosen.copy_(self.agent.sample(state, noise))
 
     def start_rollout(self):
-        """Keep the state that the rollout begins with, and draw the noise of all actions at once."""
+        """Keep the initial state of the rollout, and draw the noise for all of its actions."""
         self.states[0].copy_(self.state)
         noise = torch.empty(self.noise.shape)
         self.noise[:] = noise.exponential_() if self.agent.discrete else noise.normal_()
 
     def act(self, t, obs):
-        """Sampled actions for step `t` of the rollout; both are NumPy, (num_envs, ...), `obs` normalized."""
+        """Sampled actions for step `t` of the rollout and normalized `obs`, both NumPy (num_envs, ...)."""
         self.obs[t] = obs
         self.starts[t] = self.start
         self.row.copy_(self.host_rollout[t], non_blocking=True)
@@ -380,9 +380,9 @@ class PPO:
         return actions.clip(self.action_space.low, self.action_space.high)
 
     def record(self, t, next_obs, rewards, terminated, ended, act_on):
-        """Store what step `t` led to; all are NumPy, (num_envs, ...). Returns `act_on` normalized.
+        """Store the outcome of step `t` and return `act_on`, normalized. Arguments are NumPy (num_envs, ...).
 
-        `act_on` is `next_obs`, but the first observation of the next episode where one has ended.
+        `act_on` equals `next_obs`, except where an episode has ended: there it is the first observation of the next.
         """
         obs, rewards = self.normalizer.normalize(act_on, rewards, ended)
         self.next_obs[t] = obs if act_on is next_obs else self.normalizer.scale_obs(next_obs)
@@ -392,49 +392,49 @@ class PPO:
         return obs
 
     def compiled(self, function):
-        """`function` compiled if --compile says so."""
+        """Compile `function` if --compile is set."""
         if not self.args.compile:
             return function
-        torch._dynamo.reset()  # else settings of another learner in this process could be used
+        torch._dynamo.reset()  # otherwise code compiled for another learner could be reused
         options = torch._inductor.list_mode_options(self.args.compile_mode)
         options["guard_filter_fn"] = needed_guards
         if self.device.type == "cuda":
             options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
         else:
-            options["cpp_wrapper"] = True  # kernels are called from C++
+            options["cpp_wrapper"] = True  # calls kernels from C++
         return torch.compile(function, fullgraph=True, options=options)
 
     def captured(self, function):
-        """`function`, which has no arguments and no results, as a CUDA graph if --cudagraphs says so."""
+        """Capture `function`, which takes and returns nothing, as a CUDA graph if --cudagraphs is set."""
         if not self.args.cudagraphs:
             return function
-        logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
-        return CudaGraphModule(function, warmup=3)  # captured at the third call, when all has been compiled
+        logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
+        return CudaGraphModule(function, warmup=3)  # captures at the third call, after all compilation
 
     def store(self, **scalars):
-        """Keep scalars for the log, always in the same memory.
+        """Store scalars for the log, always in the same memory.
 
-        What depends on weights has to be stored before a step changes them: compiled code may compute it late.
+        Store values before the optimizer changes weights that they depend on: compiled code may compute them late.
         """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
 
     def losses(self):
-        """The last update's losses and statistics by name; waits for that update."""
+        """Losses and statistics of the last update, by name. Waits for that update."""
         return dict(zip(self.scalars, torch.stack(list(self.scalars.values())).tolist(), strict=True))
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        """A copy of the deterministic policy on the CPU, and example inputs."""
         return copy.deepcopy(self.agent).cpu().eval(), (self.example, torch.zeros(2, self.agent.state_dim))
 
     def tensors(self):
-        """Every tensor that updates change. What is missing here is not saved."""
+        """All tensors that updates change. Tensors missing here are not saved."""
         optimizers = {name: optimizer.tensors() for name, optimizer in self.optimizers.items()}
         networks = {"agent": self.agent.state_dict()}
         return {"networks": networks, "optimizers": optimizers, "normalizer": self.normalizer.tensors()}
 
     def state_dict(self):
-        """What the learner needs to continue bit for bit."""
+        """All state needed to resume bit for bit."""
         return self.tensors() | {
             "updates": self.updates,
             "rng": torch.get_rng_state(),
@@ -442,7 +442,7 @@ class PPO:
         }
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned."""
+        """Restore a `state_dict`."""
         tensors = self.tensors()
         load_tensors(tensors, {name: state[name] for name in tensors})
         self.updates = state["updates"]
@@ -451,16 +451,16 @@ class PPO:
 
 
 class RecurrentBias(torch.autograd.Function):
-    """The bias of the recurrent product, once for each step. Its backward pass makes the gradient of `weight`, too.
+    """The bias of the recurrent product, repeated for each step. The backward pass also computes the weight's gradient.
 
-    The loop over steps uses the weight detached: otherwise autograd would sum its gradient with a matmul per step, and
-    a minibatch would take 1.28 times as long. The gradient of a step's bias is that of its product, hidden @ weight.T.
-    So one matmul over all steps makes the sum, if `hidden` is what the product took.
+    The loop over steps uses the weight detached. Otherwise autograd would sum its gradient with a matmul per step, and
+    a minibatch would take 1.28 times as long. The gradient of a step's bias equals that of the product hidden @
+    weight.T, so one matmul over all steps gives the weight's gradient, if `hidden` holds the product's inputs.
     """
 
     @staticmethod
     def forward(ctx, weight, bias, hidden):
-        """`hidden`, (num_steps, sequences, HIDDEN), has to be filled before the backward pass."""
+        """`hidden` (num_steps, sequences, HIDDEN) must be filled before the backward pass."""
         ctx.hidden = hidden
         return bias.repeat(*hidden.shape[:2], 1)
 
@@ -471,7 +471,7 @@ class RecurrentBias(torch.autograd.Function):
 
 
 def lstm(from_obs, from_state, state):
-    """The next state of an LSTM, its hidden state and its cell state side by side, like nn.LSTMCell."""
+    """The next state of an LSTM, as nn.LSTMCell computes it: hidden state and cell state, concatenated."""
     _, memory = state.chunk(2, -1)
     input_gate, forget_gate, candidate, output_gate = (from_obs + from_state).chunk(4, -1)
     memory = forget_gate.sigmoid() * memory + input_gate.sigmoid() * candidate.tanh()
@@ -479,7 +479,7 @@ def lstm(from_obs, from_state, state):
 
 
 def gru(from_obs, from_state, state):
-    """The next state of a GRU, like nn.GRUCell."""
+    """The next state of a GRU, as nn.GRUCell computes it."""
     reset, update, new = from_obs.chunk(3, -1)
     own_reset, own_update, own_new = from_state.chunk(3, -1)
     candidate = (new + (reset + own_reset).sigmoid() * own_new).tanh()
@@ -490,9 +490,9 @@ GATES = {"lstm": lstm, "gru": gru}
 
 
 def gae(deltas, decay):
-    """Advantages, A_t = delta_t + decay_t A_{t+1}; all are (num_steps, ...).
+    """Advantages A_t = delta_t + decay_t A_{t+1}; all tensors are (num_steps, ...).
 
-    By doubling: after k rounds A_t covers 2**k steps.
+    Computed by doubling: after k rounds, A_t covers 2**k steps.
     """
     advantages = deltas
     covered = 1
@@ -505,14 +505,14 @@ def gae(deltas, decay):
 
 
 class DirectEnvs(gym.vector.VectorWrapper):
-    """Steps the environments of a SyncVectorEnv without its own work, which can take longer than they do."""
+    """Steps the environments of a SyncVectorEnv without its overhead, which can exceed their own time."""
 
     def __init__(self, envs):
         super().__init__(envs)
         self.shape = envs.observation_space.shape
 
     def step(self, actions):
-        """As in gymnasium, without infos; where an episode has ended, call `restart`."""
+        """Like gymnasium's `step`, without infos. Call `restart` where an episode has ended."""
         self.obs = [None] * len(actions)
         rewards = np.empty(len(actions))
         terminated = np.empty(len(actions), bool)
@@ -522,7 +522,7 @@ class DirectEnvs(gym.vector.VectorWrapper):
         return np.array(self.obs).reshape(self.shape), rewards, terminated, truncated, {}
 
     def restart(self, ended):
-        """Reset the environments where `ended`, (num_envs,); returns the observations of all."""
+        """Reset the environments where `ended` (num_envs,) is true; returns the observations of all."""
         for i in ended.nonzero()[0]:
             self.obs[i], _ = self.env.envs[i].reset()
         return np.array(self.obs).reshape(self.shape)
@@ -531,8 +531,8 @@ class DirectEnvs(gym.vector.VectorWrapper):
 class Normalizer:
     """Scales observations to mean 0 and variance 1, and rewards so that discounted returns have variance 1.
 
-    All environments share the statistics. They are float64 (Chan, Golub and LeVeque 1983), and those of observations
-    and of returns lie side by side, for one pass over both. Results are in [-10, 10].
+    All environments share the statistics, which are float64 (Chan, Golub and LeVeque 1983). Those of observations and
+    returns are in one array, updated in one pass. Results are clipped to [-10, 10].
     """
 
     def __init__(self, num_envs, obs_dim, gamma):
@@ -546,7 +546,7 @@ class Normalizer:
         self.obs_mean, self.obs_std = self.mean[:-1], self.std[:-1]
 
     def normalize(self, obs, rewards=0.0, ended=False):
-        """Observations, (num_envs, obs_dim), and rewards, (num_envs,), scaled by statistics that include them."""
+        """Update the statistics with observations (num_envs, obs_dim) and rewards (num_envs,); return both scaled."""
         self.obs[:] = obs
         self.returns[:] = self.gamma * self.returns + rewards
         errors = self.rows - self.mean
@@ -556,12 +556,12 @@ class Normalizer:
         self.squares += np.add.reduce(errors * centered)
         np.sqrt(self.squares / self.count + 1e-8, out=self.std)
         self.returns[ended] = 0
-        centered[:, -1] = rewards  # scaled as returns are, but not centered
+        centered[:, -1] = rewards  # scaled like returns, but not centered
         scaled = (centered / self.std).clip(-10, 10).astype(np.float32)
         return scaled[:, :-1], scaled[:, -1]
 
     def scale_obs(self, obs):
-        """Observations, (n, obs_dim), scaled by the statistics as they are."""
+        """Observations (n, obs_dim), scaled without an update of the statistics."""
         return ((obs - self.obs_mean) / self.obs_std).clip(-10, 10).astype(np.float32)
 
     def tensors(self):
@@ -570,10 +570,10 @@ class Normalizer:
 
 
 class ClippedAdam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) on clipped gradients, which can be part of a compiled function.
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) with gradient clipping, for use in compiled functions.
 
-    torch.optim's cannot. The gradients of all weights are one vector here, which has one norm and one Adam. To change
-    the learning rate, call `lr.fill_(value)`.
+    There, torch.optim's breaks the graph. The gradients of all weights are one vector, with one norm and one Adam. To
+    change the learning rate, call `lr.fill_(value)`.
     """
 
     beta1, beta2, eps = 0.9, 0.999, 1e-5  # CleanRL's eps for PPO; torch's default is 1e-8
@@ -587,15 +587,15 @@ class ClippedAdam:
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
         self.one = torch.ones_like(self.rates)
-        self.corrections = torch.zeros_like(self.rates)  # of the bias, 1 - beta**t: the same averages, of ones
+        self.corrections = torch.zeros_like(self.rates)  # for bias, 1 - beta**t: moving averages of ones
 
     def gradient(self, loss):
-        """The gradient of `loss`, one vector."""
+        """The gradient of `loss` as one vector."""
         return torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.weights, materialize_grads=True)])
 
     @torch.no_grad()
     def step(self, gradient):
-        """Move the weights one step against `gradient`, in place; returns its norm before clipping."""
+        """Update the weights in place by `gradient`; returns its norm before clipping."""
         norm = gradient.norm()
         gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
         self.corrections.lerp_(self.one, self.rates)
@@ -615,19 +615,19 @@ class ClippedAdam:
         return [part.view_as(w) for part, w in zip(parts, self.weights, strict=True)]
 
     def tensors(self):
-        """What a resumed run needs."""
+        """The state that a resumed run needs."""
         return {"m": self.m, "v": self.v, "corrections": self.corrections}
 
 
 def needed_guards(guards):
-    """Drop the guards on layers and globals: calls are faster, but do not notice when one of these has changed."""
+    """Drop guards on layers and globals: calls are faster, but changes to layers and globals go unnoticed."""
     not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
     return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 def load_tensors(tensors, saved):
-    """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
+    """Copy `saved` into `tensors`, nested dictionaries of one structure, in place: CUDA graphs stay valid."""
 
     def load(tensor, value):
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
@@ -680,7 +680,7 @@ def check_sequences(args):
 
 
 def make_envs(args, folder):
-    """`num_envs` copies of the environment, which step one after the other; the first one's videos go to `folder`."""
+    """Make `num_envs` environments, stepped one after another; videos of the first are written to `folder`."""
 
     def make_env(index):
         if args.capture_video and index == 0:
@@ -702,22 +702,22 @@ def make_envs(args, folder):
 
 
 def require_actions(args, envs):
-    """Refuse actions that are neither numbers from 0 up nor vectors of floats with bounds."""
+    """Refuse action spaces that are neither discrete from 0 up nor bounded vectors of floats."""
     space = envs.single_action_space
     discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
     floats = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and len(space.shape) == 1
-    bounded = floats and np.abs((space.low, space.high)).max() < 1e30  # float32 overflows from 3e38 on
+    bounded = floats and np.abs((space.low, space.high)).max() < 1e30  # float32 overflows near 3e38
     if not discrete and not bounded:
         refuse("env_id", args.env_id, f"actions must be bounded vectors of floats or discrete from 0 on, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here knows the algorithm.
+# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    """The command line; with --resume, the checkpoint's flags are the defaults."""
+    """Parse the command line. With --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
     if args.resume is not None:
         saved = load_checkpoint(args.resume).get("args", {})
@@ -727,14 +727,14 @@ def parse_args():
 
 
 def refuse(name, value, remedy):
-    """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    """Exit with code 2 and one line that names the argument, its value and the remedy."""
     remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def prepare(args):
-    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
+    """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
@@ -754,25 +754,25 @@ def prepare(args):
 
 
 def load_checkpoint(resume):
-    """What a run's `save` wrote to this folder or file, on the CPU."""
+    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
         if zipfile.ZipFile(path).testzip() is not None:
-            raise ValueError("its checksum is wrong")  # torch.load does not compare it
+            raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def all_finite(state):
-    """Whether the tensors in nested dictionaries and lists hold neither NaN nor infinity."""
+    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
     return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
 
 
 def replace_file(path, write):
-    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
+    """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
@@ -787,7 +787,7 @@ def replace_file(path, write):
 
 
 class ProgressBar(tqdm):
-    """A progress bar that does not mind if stderr is closed."""
+    """A progress bar that tolerates a closed stderr."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -795,10 +795,10 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """A run's folder, logs, checkpoints and end: the context of a training loop.
+    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
 
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
-    summary are written.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
+    they are after an error.
     """
 
     def __init__(self, args, folder, envs, learner):
@@ -809,7 +809,7 @@ class Run:
         self.step = 0
         self.episodes = 0
         self.recent_returns = deque(maxlen=20)
-        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
         self.signal = None
         self.diverged = False
@@ -836,14 +836,14 @@ class Run:
         self.start_time = self.log_time = time.perf_counter()
 
     def make_folder(self):
-        """Make the folder, with configuration and script, unless it is there: somebody may delete it during the run."""
+        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
         if not (self.folder / "config.json").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
             shutil.copy(__file__, self.folder)
 
     def restore(self, checkpoint):
-        """Continue from a checkpoint."""
+        """Restore the run from a checkpoint."""
         try:
             for name in FIXED:
                 if getattr(self.args, name) != checkpoint["args"][name]:
@@ -866,9 +866,9 @@ class Run:
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
+        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
         if os.getpid() != self.pid:
-            os._exit(128 + number)  # a process of the environment's, which has inherited this handler
+            os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -876,16 +876,16 @@ class Run:
             raise KeyboardInterrupt
 
     def unfinished(self):
-        """Whether to go on; writes a checkpoint first if one is due."""
+        """Whether to continue. Saves a checkpoint first if one is due."""
         if self.step >= self.args.total_timesteps or self.signal is not None:
-            return False  # `__exit__` writes the last checkpoint
+            return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
         return True
 
     def advance(self, rewards, ended):
-        """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
+        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
         self.lengths += 1
@@ -900,7 +900,7 @@ class Run:
         self.bar.update(self.args.num_envs)
 
     def log(self, losses):
-        """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
         self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
@@ -912,7 +912,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
+        """End the run with exit code 1. The last checkpoint, if there is one, is kept."""
         self.diverged = True
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
@@ -933,15 +933,15 @@ class Run:
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
-        """Write summary.json, and close environments and logs."""
+        """Write summary.json; close environments and logs."""
         results = {"global_step": self.step, "episodes": self.episodes}
         results["wall_seconds"] = time.perf_counter() - self.start_time
         finite = [value for value in self.recent_returns if math.isfinite(value)]
         results["episodic_return"] = float(np.mean(finite)) if finite else None
         summary = json.dumps(self.config | results, indent=2)
-        with suppress(OSError):  # of stderr
+        with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # the policy is trained: it does not matter if an environment cannot be closed
+        with suppress(Exception):  # an environment that fails to close must not fail the run
             self.envs.close()
         self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
@@ -964,7 +964,7 @@ class Run:
 if __name__ == "__main__":
     train(parse_args())
 
-# `uv run` reads this and installs what the script needs (PEP 723).
+# `uv run` reads and installs these requirements (PEP 723).
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [

@@ -1,15 +1,15 @@
 """Soft Actor-Critic (SAC) for discrete actions on Atari, in plain PyTorch: Christodoulou 2019, arXiv:1910.07207.
 
-The algorithm and its defaults are CleanRL's, and so are its details:
+The algorithm, its defaults and most of these details are CleanRL's; games run in envpool:
 
-1. Expectations over actions are exact sums, not samples (`SAC.update_critics`, `SAC.update_actor`).
-2. Two critics; the target and the actor take the smaller value (`SAC.update_critics`, `SAC.update_actor`).
-3. The entropy coefficient is tuned toward a share of the largest entropy (`SAC.update_actor`).
-4. An observation is four gray frames; each frame is stored once, in bytes (`FrameReplay`).
-5. The end of a life is a terminal state, and rewards are clipped to -1, 0 or 1 (`AtariEnvs`).
-6. A truncated game does not end in a terminal state: its last value is bootstrapped (`AtariEnvs.step`).
+1. Expectations over actions are exact sums instead of samples (`SAC.update_critics`, `SAC.update_actor`).
+2. Two critics; target and actor use the smaller of their values (`SAC.update_critics`, `SAC.update_actor`).
+3. The entropy coefficient is tuned to a target entropy, a fraction of the maximum (`SAC.update_actor`).
+4. An observation is a stack of four gray frames; each frame is stored once, in bytes (`FrameReplay`).
+5. The loss of a life is a terminal state, and rewards are clipped to -1, 0 or 1 (`AtariEnvs`).
+6. Truncation is not termination: the value of the last observation is bootstrapped (`AtariEnvs.step`).
 
-sac_atari_torchcompile.py makes the same updates at full speed, and acts one update late.
+sac_atari_torchcompile.py makes the same updates faster, but acts one update late.
 
     python leanrl/sac_atari.py --env-id BeamRider-v5
 """
@@ -43,59 +43,59 @@ from tqdm import tqdm
 
 NUM_CRITICS = 2
 ADAM_EPS = 1e-4
-LOG_INTERVAL = 100  # vector steps between two logs of the losses
+LOG_INTERVAL = 100  # steps of the vector environment between logs of the losses
 
 
 @dataclass
 class Args:
     env_id: str = "BeamRider-v5"  # Atari game in envpool
-    total_timesteps: int = 5_000_000  # environment steps of the whole run, over all environments; each has four frames
-    num_envs: int = 1  # environments that step together
-    buffer_size: int = 1_000_000  # transitions in the replay buffer, on the device: a million take 7.1 GB
-    checkpoint_replay: bool = True  # save the replay buffer too; a run resumed without it waits --learning-starts steps
+    total_timesteps: int = 5_000_000  # total environment steps (four frames each), summed over all environments
+    num_envs: int = 1  # number of environments, stepped together
+    buffer_size: int = 1_000_000  # capacity of the replay buffer, in transitions; a million take 7.1 GB on the device
+    checkpoint_replay: bool = True  # save the replay buffer too; without it, resuming repeats --learning-starts steps
     gamma: float = 0.99  # discount factor
     tau: float = 1.0  # target smoothing coefficient
     batch_size: int = 64  # transitions per update
     learning_starts: int = 20_000  # environment steps with random actions before the first update
     policy_lr: float = 3e-4  # learning rate of the actor
-    q_lr: float = 3e-4  # learning rate of the critics and of the entropy coefficient
-    update_frequency: int = 4  # environment steps between two updates
-    target_network_frequency: int = 8000  # environment steps between two updates of the target networks
+    q_lr: float = 3e-4  # learning rate of the critics and the entropy coefficient
+    update_frequency: int = 4  # environment steps between updates
+    target_network_frequency: int = 8000  # environment steps between updates of the target networks
     alpha: float = 0.2  # entropy coefficient with --no-autotune
     autotune: bool = True  # tune the entropy coefficient
-    target_entropy_scale: float = 0.89  # entropy to tune toward, as a share of the largest, log(number of actions)
+    target_entropy_scale: float = 0.89  # target entropy as a fraction of the maximum, log(number of actions)
 
     cuda: bool = True  # use a CUDA device if there is one
-    threads: int = 0  # CPU threads of torch (0: torch's default)
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    threads: int = 0  # CPU threads for torch (0: torch's default)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
-    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
+    resume: str | None = None  # folder of a run to resume; its flags become the defaults
+    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
-    wandb_project_name: str = "leanrl"  # project on Weights & Biases
-    wandb_entity: str | None = None  # team on Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
 AT_LEAST_1 += ("update_frequency", "target_network_frequency")
 AT_MOST_1 = ("gamma", "tau", "target_entropy_scale")
-FIXED = ("env_id", "num_envs", "buffer_size")  # what a resumed run cannot change
+FIXED = ("env_id", "num_envs", "buffer_size")  # flags that a resumed run cannot change
 
 
 def kaiming(layer):
-    """`layer`, which starts with weights as drawn by He et al. 2015, arXiv:1502.01852, and without bias."""
+    """Initialize `layer` as in He et al. 2015, arXiv:1502.01852, with zero bias, and return it."""
     nn.init.kaiming_normal_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class AtariNetwork(nn.Module):
-    """An actor's logits or a critic's values: (batch, 4, 84, 84), bytes, to (batch, num_actions)."""
+    """An actor's logits or a critic's values: maps uint8 (batch, 4, 84, 84) to (batch, num_actions)."""
 
     def __init__(self, num_actions):
         super().__init__()
@@ -117,7 +117,7 @@ class AtariNetwork(nn.Module):
 
 
 class GreedyPolicy(nn.Module):
-    """What policy.pt2 holds, the most probable actions: (batch, 4, 84, 84), bytes, to (batch,)."""
+    """The policy exported to policy.pt2, most probable actions: maps uint8 (batch, 4, 84, 84) to (batch,)."""
 
     def __init__(self, actor):
         super().__init__()
@@ -153,12 +153,12 @@ class SAC:
 
     @torch.no_grad()
     def act(self, obs):
-        """Sampled actions, (num_envs,), for `obs`, (num_envs, 4, 84, 84); both are NumPy."""
+        """Sampled actions (num_envs,) for `obs` (num_envs, 4, 84, 84), both NumPy."""
         probs = self.actor(torch.as_tensor(obs, device=self.device)).softmax(-1)
         return probs.multinomial(1).squeeze(-1).cpu().numpy()
 
     def update(self):
-        """One update of the critics, the actor and the entropy coefficient."""
+        """Update the critics, the actor and the entropy coefficient."""
         uniform = torch.rand(self.args.batch_size, dtype=torch.float64, device=self.device)
         obs, next_obs, actions, rewards, terminated = self.replay.sample(uniform)
         self.update_critics(obs, next_obs, actions, rewards, terminated)
@@ -166,7 +166,7 @@ class SAC:
         self.updates += 1
 
     def update_critics(self, obs, next_obs, actions, rewards, terminated):
-        """One step on the critics."""
+        """Update the critics."""
         # critic loss (eq. 4 with the soft state value of eq. 10)
         with torch.no_grad():
             next_log_probs = self.actor(next_obs).log_softmax(-1)
@@ -181,7 +181,7 @@ class SAC:
         self.last_losses |= {"q_values": q.detach().mean(), "qf_loss": qf_loss.detach()}
 
     def update_actor(self, obs):
-        """One step on the actor, then one on the entropy coefficient."""
+        """Update the actor, then the entropy coefficient."""
         # actor loss (eq. 12)
         with torch.no_grad():
             q = torch.stack([critic(obs) for critic in self.critics]).amin(0)
@@ -204,20 +204,20 @@ class SAC:
         self.last_losses["alpha"] = self.log_alpha.exp().detach()
 
     def update_target(self):
-        """Move the target networks by `tau` toward the critics; 1 copies them."""
+        """Move the target networks toward the critics by `tau`; 1 copies them."""
         for weights, target in zip(self.critics.parameters(), self.target_critics.parameters(), strict=True):
             target.data.lerp_(weights.data, self.args.tau)
 
     def losses(self):
-        """The last update's losses by name."""
+        """Losses of the last update, by name."""
         return {name: value.item() for name, value in self.last_losses.items()}
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        """A copy of the deterministic policy on the CPU, and example inputs."""
         return GreedyPolicy(copy.deepcopy(self.actor).cpu()), (torch.zeros(2, *self.obs_shape, dtype=torch.uint8),)
 
     def state_dict(self):
-        """What the learner needs to continue bit for bit, on the CPU or on the device."""
+        """All state needed to resume bit for bit; tensors may be on the device."""
         return {
             "networks": {name: network.state_dict() for name, network in self.networks.items()},
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
@@ -229,7 +229,7 @@ class SAC:
         }
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned, with the learning rates of this run's arguments."""
+        """Restore a `state_dict`, but keep the learning rates of this run's flags."""
         for name, network in self.networks.items():
             network.load_state_dict(state["networks"][name])
         for name, optimizer in self.optimizers.items():
@@ -245,18 +245,18 @@ class SAC:
 
 
 def times_due(frequency, step, num_envs):
-    """How many multiples of `frequency` the last step of all environments reached: those in (step - num_envs, step]."""
+    """The number of multiples of `frequency` in (step - num_envs, step], the last step of all environments."""
     return step // frequency - (step - num_envs) // frequency
 
 
 class FrameReplay:
-    """A replay buffer for observations that are stacks of the newest frames. It stores each frame once, in bytes.
+    """A replay buffer for observations that are stacks of frames. It stores each frame once, in bytes.
 
-    The n-th step of environment i has the number n * num_envs + i: modulo `rows` this is its row in `columns`. A step
-    that reset its environment ignored the action: `transitions` are the numbers of the other steps.
+    The n-th step of environment i has the number n * num_envs + i. This number modulo `rows` is the step's row in
+    `columns`. `transitions` holds the numbers of all steps except resets, which ignore their action.
 
-    `sample` draws from the newest `size // num_envs` steps; columns are longer by a stack, so that none of their frames
-    is overwritten. Nothing here waits for the device, and all shapes are fixed: CUDA graphs can replay it.
+    `sample` draws from the newest `size // num_envs` steps. Columns are longer by one stack, so that no frame of these
+    steps is overwritten. `store` and `sample` do not wait for the device and have fixed shapes, as CUDA graphs require.
     """
 
     def __init__(self, size, num_envs, obs_shape, device):
@@ -275,16 +275,16 @@ class FrameReplay:
                 "rewards": torch.empty(self.rows),
                 "terminated": torch.empty(self.rows),
             }
-            self.transitions = torch.zeros(size + num_envs, dtype=torch.int64)  # a ring, and behind it room for resets
+            self.transitions = torch.zeros(size + num_envs, dtype=torch.int64)  # a ring, followed by room for resets
             self.first = torch.arange(num_envs)  # the numbers of the first frames of the current games
             self.stepped = torch.zeros(1, dtype=torch.int64)  # steps of all environments so far
-            self.stored = torch.zeros(1, dtype=torch.int64)  # transitions so far
+            self.stored = torch.zeros(1, dtype=torch.int64)  # transitions stored so far
             self.stored_before = torch.zeros(self.steps, dtype=torch.int64)  # the same, before each step
 
     def store(self, obs, actions, rewards, terminated, is_reset):
-        """Store a step of all environments; NumPy or torch, (num_envs, ...).
+        """Store a step of all environments; arguments are NumPy or torch (num_envs, ...).
 
-        `obs`, (num_envs, stack, ...), are the observations after the step, where an episode ended its last one.
+        `obs` (num_envs, stack, ...) are the observations after the step: where an episode ended, its last one.
         `is_reset` is true where the step reset an environment and ignored the action.
         """
         obs = torch.as_tensor(obs, device=self.device)
@@ -292,7 +292,7 @@ class FrameReplay:
         env = torch.arange(self.num_envs, device=self.device)
         number = self.stepped * self.num_envs + env
 
-        # a game's first frame fills its stack, but after a lost life the stack goes on
+        # a game's first frame fills its stack; after a lost life, the stack continues
         starts_game = is_reset & (obs[:, :-1] == obs[:, -1:]).flatten(1).all(1)
         self.first.copy_(torch.where(starts_game, number, self.first))
 
@@ -302,7 +302,7 @@ class FrameReplay:
             values = torch.as_tensor(step[name], device=self.device).to(column.dtype)
             column.index_copy_(0, number % self.rows, values)
 
-        count = (~is_reset).cumsum(0)  # of this step's transitions, up to each environment
+        count = (~is_reset).cumsum(0)  # transitions of this step, up to each environment
         place = torch.where(is_reset, self.size + env, (self.stored + count - 1) % self.size)
         self.transitions.index_copy_(0, place, number)
         self.stored_before.index_copy_(0, self.stepped % self.steps, self.stored)
@@ -310,9 +310,9 @@ class FrameReplay:
         self.stepped.add_(1)
 
     def sample(self, uniform):
-        """A transition for each number in `uniform`, (batch,), float64, from [0, 1).
+        """Pick transitions by the random numbers `uniform` (batch,), float64 in [0, 1).
 
-        Returns obs and next_obs, (batch, stack, ...), bytes that share memory; actions, rewards, terminated, (batch,).
+        Returns uint8 obs and next_obs (batch, stack, ...), which share memory; actions, rewards, terminated (batch,).
         """
         oldest = self.stored_before[(self.stepped + self.stack) % self.steps]
         drawn = oldest + (uniform * (self.stored - oldest)).long()
@@ -327,28 +327,28 @@ class FrameReplay:
         return frames[:, :-1], frames[:, 1:], *outcomes
 
     def tensors(self, stepped):
-        """All tensors by name; of the large ones the part that is filled after so many steps."""
+        """All tensors by name; large ones are cut to the part filled after `stepped` steps."""
         large = self.columns | {"transitions": self.transitions}
         filled = {name: column[: stepped * self.num_envs] for name, column in large.items()}
         counts = {"stepped": self.stepped, "stored": self.stored, "stored_before": self.stored_before}
         return filled | counts | {"first_now": self.first}
 
     def state_dict(self):
-        """What is stored, in the memory where it is: a checkpoint needs no copy of gigabytes.
+        """The stored data without a copy, which would take gigabytes.
 
-        `from_dlpack` gives each tensor a storage of its own: of a slice torch.save would write the whole tensor.
+        `from_dlpack` gives each slice a storage of its own; otherwise torch.save would write the whole tensor.
         """
         return {name: torch.from_dlpack(tensor) for name, tensor in self.tensors(int(self.stepped)).items()}
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned."""
+        """Restore a `state_dict`."""
         for name, tensor in self.tensors(int(state["stepped"])).items():
             tensor.copy_(state[name])
 
 
 def make_replay(args, obs_shape, device):
-    """A FrameReplay on `device`, if it fits there."""
-    if args.buffer_size < 2 * args.num_envs:  # every second step may be a reset
+    """Make a FrameReplay on `device`; refuse sizes that do not fit."""
+    if args.buffer_size < 2 * args.num_envs:  # up to every second step is a reset
         refuse("buffer_size", args.buffer_size, f"give at least 2 * --num-envs, {2 * args.num_envs}")
     bytes_each = math.prod(obs_shape[1:]) + 40  # a frame, and a row of the other tensors
     require_memory("buffer_size", args.buffer_size, bytes_each, device)
@@ -356,14 +356,14 @@ def make_replay(args, obs_shape, device):
 
 
 def require_memory(name, value, bytes_each, device):
-    """Refuse an argument, the number of things of `bytes_each`, if these do not fit into the memory of `device`."""
+    """Refuse an argument if `value` items of `bytes_each` do not fit in the memory of `device`."""
     if device.type == "cuda":
         memory, _ = torch.cuda.mem_get_info()
     elif hasattr(os, "sysconf"):  # not on Windows
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         return
-    room = memory - 2 * 2**30  # the rest is for networks, batches and libraries
+    room = memory - 2 * 2**30  # leaves 2 GiB for networks, batches and libraries
     if value * bytes_each > room:
         refuse(name, value, f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
 
@@ -375,10 +375,10 @@ def train(args):
     learner = SAC(args, envs, device)
     with Run(args, folder, envs, learner) as run:
         learning_starts = args.learning_starts
-        if not learner.replay.stored:  # in a new run, and in one that is resumed without its replay buffer
+        if not learner.replay.stored:  # a new run, or one resumed without its replay buffer
             learning_starts += run.step
         obs, _ = envs.reset()
-        nothing = np.zeros(args.num_envs)  # led to the first observations
+        nothing = np.zeros(args.num_envs)  # no step led to the first observations
         learner.replay.store(obs, nothing, nothing, nothing, np.ones(args.num_envs, bool))
         while run.unfinished():
             if run.step < args.learning_starts:
@@ -398,10 +398,10 @@ def train(args):
 
 
 class AtariEnvs(gym.vector.VectorEnv):
-    """Atari games. Observations are the last four frames, (num_envs, 4, 84, 84), uint8.
+    """Atari games. Observations are the last four frames, uint8 (num_envs, 4, 84, 84).
 
-    An episode is a life, with rewards of -1, 0 or 1. It starts in the step after the end of the one before: that step
-    ignores its action, so nothing can be learned from it.
+    An episode is one life, with rewards of -1, 0 or 1. The step after its end ignores its action and starts the next
+    episode, so nothing can be learned from that step.
     """
 
     def __init__(self, args, seed):
@@ -414,20 +414,20 @@ class AtariEnvs(gym.vector.VectorEnv):
         self.ended = np.zeros(self.num_envs, bool)
 
     def reset(self, *, seed=None, options=None):
-        """The first observations and no infos; envpool takes its seed in `__init__`."""
+        """The first observations and empty infos; envpool's seed is set in `__init__`."""
         obs, _ = self.pool.reset()
         return obs, {}
 
     def step(self, actions):
-        """Like any vector environment. Infos, (num_envs,) each, are:
+        """Like any vector environment's step. Infos are arrays (num_envs,):
 
-        `raw_rewards`, those of the game; `game_ended`, where a game is over or at its time limit; `is_reset`, where the
-        step ignored its action and started an episode.
+        `raw_rewards` of the game; `game_ended`, true where a game is over or at its time limit; `is_reset`, true where
+        the step ignored its action and started an episode.
         """
         obs, rewards, terminated, truncated, infos = self.pool.step(actions.astype(np.int32))
         game_over = infos["terminated"].astype(bool)
         infos = {"raw_rewards": infos["reward"], "game_ended": game_over | truncated, "is_reset": self.ended}
-        terminated = terminated | game_over  # envpool calls a game over in the last step before the limit truncated
+        terminated = terminated | game_over  # envpool reports a game over in its last allowed step as truncated
         truncated = truncated & ~terminated
         self.ended = terminated | truncated
         return obs, rewards, terminated, truncated, infos
@@ -438,7 +438,7 @@ class AtariEnvs(gym.vector.VectorEnv):
 
 
 def make_pool(args, seed):
-    """`num_envs` games in envpool, which steps them in threads."""
+    """Make `num_envs` games in envpool, which steps them in threads."""
     require_memory("num_envs", args.num_envs, 1_300_000, torch.device("cpu"))
     try:
         return envpool.make(
@@ -455,7 +455,7 @@ def make_pool(args, seed):
 
 
 def make_games(args, folder):
-    """`num_envs` games that step together; videos of the first one go to `folder`."""
+    """Make `num_envs` games, stepped together; videos of the first are written to `folder`."""
     seed = args.seed
     if args.resume is not None:
         seed += load_checkpoint(args.resume).get("global_step", 0)  # a resumed run plays other games
@@ -466,12 +466,12 @@ def make_games(args, folder):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here knows the algorithm.
+# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    """The command line; with --resume, the checkpoint's flags are the defaults."""
+    """Parse the command line. With --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
     if args.resume is not None:
         saved = load_checkpoint(args.resume).get("args", {})
@@ -481,14 +481,14 @@ def parse_args():
 
 
 def refuse(name, value, remedy):
-    """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    """Exit with code 2 and one line that names the argument, its value and the remedy."""
     remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def prepare(args):
-    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
+    """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
@@ -508,25 +508,25 @@ def prepare(args):
 
 
 def load_checkpoint(resume):
-    """What a run's `save` wrote to this folder or file, on the CPU."""
+    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
         if zipfile.ZipFile(path).testzip() is not None:
-            raise ValueError("its checksum is wrong")  # torch.load does not compare it
+            raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def all_finite(state):
-    """Whether the tensors in nested dictionaries and lists hold neither NaN nor infinity."""
+    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
     return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
 
 
 def replace_file(path, write):
-    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
+    """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
@@ -541,7 +541,7 @@ def replace_file(path, write):
 
 
 class ProgressBar(tqdm):
-    """A progress bar that does not mind if stderr is closed."""
+    """A progress bar that tolerates a closed stderr."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -549,10 +549,10 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """A run's folder, logs, checkpoints and end: the context of a training loop.
+    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
 
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
-    summary are written.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
+    they are after an error.
     """
 
     def __init__(self, args, folder, envs, learner):
@@ -563,7 +563,7 @@ class Run:
         self.step = 0
         self.episodes = 0
         self.recent_returns = deque(maxlen=20)
-        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
         self.signal = None
         self.diverged = False
@@ -590,14 +590,14 @@ class Run:
         self.start_time = self.log_time = time.perf_counter()
 
     def make_folder(self):
-        """Make the folder, with configuration and script, unless it is there: somebody may delete it during the run."""
+        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
         if not (self.folder / "config.json").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
             shutil.copy(__file__, self.folder)
 
     def restore(self, checkpoint):
-        """Continue from a checkpoint."""
+        """Restore the run from a checkpoint."""
         try:
             for name in FIXED:
                 if getattr(self.args, name) != checkpoint["args"][name]:
@@ -620,9 +620,9 @@ class Run:
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
+        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
         if os.getpid() != self.pid:
-            os._exit(128 + number)  # a process of the environment's, which has inherited this handler
+            os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -630,16 +630,16 @@ class Run:
             raise KeyboardInterrupt
 
     def unfinished(self):
-        """Whether to go on; writes a checkpoint first if one is due."""
+        """Whether to continue. Saves a checkpoint first if one is due."""
         if self.step >= self.args.total_timesteps or self.signal is not None:
-            return False  # `__exit__` writes the last checkpoint
+            return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
         return True
 
     def advance(self, rewards, ended):
-        """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
+        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
         self.lengths += 1
@@ -654,7 +654,7 @@ class Run:
         self.bar.update(self.args.num_envs)
 
     def log(self, losses):
-        """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
         self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
@@ -666,7 +666,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
+        """End the run with exit code 1. The last checkpoint, if there is one, is kept."""
         self.diverged = True
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
@@ -687,15 +687,15 @@ class Run:
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
-        """Write summary.json, and close environments and logs."""
+        """Write summary.json; close environments and logs."""
         results = {"global_step": self.step, "episodes": self.episodes}
         results["wall_seconds"] = time.perf_counter() - self.start_time
         finite = [value for value in self.recent_returns if math.isfinite(value)]
         results["episodic_return"] = float(np.mean(finite)) if finite else None
         summary = json.dumps(self.config | results, indent=2)
-        with suppress(OSError):  # of stderr
+        with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # the policy is trained: it does not matter if an environment cannot be closed
+        with suppress(Exception):  # an environment that fails to close must not fail the run
             self.envs.close()
         self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
@@ -718,7 +718,7 @@ class Run:
 if __name__ == "__main__":
     train(parse_args())
 
-# `uv run` reads this and installs what the script needs (PEP 723).
+# `uv run` reads and installs these requirements (PEP 723).
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [

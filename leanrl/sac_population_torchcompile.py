@@ -1,20 +1,21 @@
 """Soft Actor-Critic (SAC) for N agents at once: seeds and hyper-parameters side by side in one program.
 
-Each agent is a run of sac_continuous_action_torchcompile.py with its seed and its flags: it draws the same random
-numbers and makes the same updates. What makes N agents cheap:
+Each agent equals a run of sac_continuous_action_torchcompile.py with its seed and its flags: it draws the same random
+numbers and makes the same updates. How agents share the work:
 
-1. Parameters have a leading dimension of agents: a layer is one batched matmul, and a step of Adam is as many
-   operations as for one agent (`SACPopulation.each`, `Together`, `PopulationAdam`).
-2. So has the replay buffer; a step of all environments costs one copy in and one copy out (`SACPopulation.observe`).
-3. `--compile` makes one graph of each part of an update, from sampling to Adam; `--cudagraphs` launches each part at
-   once, for all agents (`SACPopulation.fast`).
-4. The environments step while a CUDA device updates: the host waits only for its next actions (`train`).
+1. Parameters have a leading agent dimension: a layer is one batched matmul, and a step of Adam takes as many operations
+   as for one agent (`SACPopulation.each`, `Together`, `PopulationAdam`).
+2. The replay buffer has this dimension, too: a step of all environments takes one copy in and one copy out
+   (`SACPopulation.observe`).
+3. `--compile` compiles each part of an update, from sampling to Adam, into one graph. `--cudagraphs` captures each
+   part as a CUDA graph, which takes one launch for all agents (`SACPopulation.fast`).
+4. Environments step while a CUDA device updates: the host waits only for its next actions (`train`).
 
     python leanrl/sac_population_torchcompile.py --env-id HalfCheetah-v5 --seeds 1 2 3 4 5 6 7 8 --compile --cudagraphs
     python leanrl/sac_population_torchcompile.py --seeds 1 --policy-lr 1e-4 3e-4 1e-3 3e-3 --compile --cudagraphs
 
-A flag takes one value per agent, or one for all. The run's folder holds a folder per agent, which the script for one
-agent can resume.
+A flag takes one value per agent or one for all. The run's folder contains a folder per agent, which can be resumed with
+the single-agent script.
 """
 
 import json
@@ -51,7 +52,7 @@ from tqdm import tqdm
 NUM_CRITICS = 2
 LOG_STD_MIN = -5.0
 LOG_STD_MAX = 2.0
-LOG_INTERVAL = 100  # vector steps between two logs of the losses
+LOG_INTERVAL = 100  # steps of the vector environment between logs of the losses
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
 
@@ -59,48 +60,48 @@ CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 class Args:
     env_id: str = "HalfCheetah-v5"  # gymnasium environment
     seeds: tuple[int, ...] = (1, 2, 3, 4)  # seed of each agent's environments, networks and noise
-    total_timesteps: int = 1_000_000  # environment steps of each agent, over all of its environments
-    num_envs: int = 1  # environments of each agent
-    buffer_size: int = 1_000_000  # transitions in each agent's replay buffer
+    total_timesteps: int = 1_000_000  # environment steps per agent, summed over its environments
+    num_envs: int = 1  # environments per agent
+    buffer_size: int = 1_000_000  # capacity of each agent's replay buffer, in transitions
     gamma: tuple[float, ...] = (0.99,)  # discount factor
     tau: tuple[float, ...] = (0.005,)  # target smoothing coefficient
-    batch_size: int = 256  # transitions of each agent per update
-    learning_starts: int = 5_000  # environment steps of each agent with random actions before the first update
+    batch_size: int = 256  # transitions per agent and update
+    learning_starts: int = 5_000  # random environment steps per agent before the first update
     policy_lr: tuple[float, ...] = (3e-4,)  # learning rate of the actor
-    q_lr: tuple[float, ...] = (1e-3,)  # learning rate of the critics and of the entropy coefficient
-    policy_frequency: int = 2  # update the actor every so many updates, with as many steps
-    target_network_frequency: int = 1  # update the target networks every so many updates
-    updates_per_step: int = 1  # updates after each step of all environments
+    q_lr: tuple[float, ...] = (1e-3,)  # learning rate of the critics and the entropy coefficient
+    policy_frequency: int = 2  # every N updates of the critics, update the actor N times
+    target_network_frequency: int = 1  # update the target networks every N updates of the critics
+    updates_per_step: int = 1  # updates per step of the vector environment
     alpha: tuple[float, ...] = (0.2,)  # entropy coefficient with --no-autotune
     autotune: bool = True  # tune the entropy coefficient
 
-    compile: bool = False  # compile acting and the updates with torch.compile
-    cudagraphs: bool = False  # replay acting and the updates as CUDA graphs
-    compile_mode: CompileMode = "default"  # torch.compile's mode
-    critic_compile_mode: CompileMode | None = None  # torch.compile's mode for the critics (default: --compile-mode)
+    compile: bool = False  # compile acting and updates with torch.compile
+    cudagraphs: bool = False  # replay acting and updates as CUDA graphs
+    compile_mode: CompileMode = "default"  # torch.compile mode
+    critic_compile_mode: CompileMode | None = None  # torch.compile mode for the critics (None: that of --compile-mode)
     cuda: bool = True  # use a CUDA device if there is one
-    threads: int = 0  # CPU threads of torch (0: torch's default)
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    threads: int = 0  # CPU threads for torch (0: torch's default)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
     run_dir: str = "runs"  # parent folder of all runs
-    resume: str | None = None  # folder of a population to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # save checkpoints every so many environment steps of an agent (0: only at the end)
+    resume: str | None = None  # folder of a population to resume; its flags become the defaults
+    checkpoint_interval: int = 0  # environment steps of each agent between checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of each agent's first environment
     track: bool = False  # also log to Weights & Biases
-    wandb_project_name: str = "leanrl"  # project on Weights & Biases
-    wandb_entity: str | None = None  # team on Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size", "policy_frequency")
 AT_LEAST_1 += ("target_network_frequency", "updates_per_step")
 AT_MOST_1 = ("gamma", "tau")
-FIXED = ("env_id", "buffer_size")  # what a resumed run cannot change
+FIXED = ("env_id", "buffer_size")  # flags that a resumed run cannot change
 
 
 class Critic(nn.Module):
-    """Q(s, a): (batch, obs_dim) and (batch, act_dim) to (batch,)."""
+    """Q(s, a): maps (batch, obs_dim) and (batch, act_dim) to (batch,)."""
 
     def __init__(self, obs_dim, act_dim):
         super().__init__()
@@ -117,7 +118,7 @@ class Critic(nn.Module):
 
 
 class Actor(nn.Module):
-    """A Gaussian policy, squashed by tanh into the bounds of the action space (appendix C)."""
+    """A Gaussian policy, squashed by tanh to the bounds of the action space (appendix C)."""
 
     def __init__(self, obs_dim, action_space):
         super().__init__()
@@ -134,17 +135,17 @@ class Actor(nn.Module):
         self.register_buffer("bias", (high + low) / 2)
 
     def forward(self, obs):
-        """The deterministic policy, which policy.pt2 holds: (batch, obs_dim) to (batch, act_dim)."""
+        """The deterministic policy, exported to policy.pt2: maps (batch, obs_dim) to (batch, act_dim)."""
         mean, _ = self.gaussian(obs)
         return mean.tanh() * self.scale + self.bias
 
     def gaussian(self, obs):
-        """Mean and log standard deviation before squashing, (batch, act_dim) each."""
+        """Mean and log standard deviation before squashing, each (batch, act_dim)."""
         mean, log_std = self.net(obs).chunk(2, -1)
         return mean, LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) / 2 * (log_std.tanh() + 1)
 
     def sample(self, mean, log_std, noise):
-        """Actions, (batch, act_dim), and their log-probabilities, (batch,); `noise` is standard normal."""
+        """Actions (batch, act_dim) and their log-probabilities (batch,); `noise` is standard normal."""
         squashed = (mean + log_std.exp() * noise).tanh()
         gaussian_log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
         log_prob = gaussian_log_prob - (self.scale * (1 - squashed.square()) + 1e-6).log()
@@ -152,13 +153,13 @@ class Actor(nn.Module):
 
 
 class SACPopulation:
-    """The learners of all agents. CUDA graphs replay kernels, not Python: what changes in training is a tensor.
+    """The learners of all agents. CUDA graphs replay kernels but no Python: state that changes is in tensors.
 
-    Tensors have a leading dimension of agents. No operation mixes agents: one that diverges does not affect the others.
+    Tensors have a leading agent dimension. No operation mixes agents: one that diverges does not affect the others.
     """
 
     def __init__(self, args, agents, envs, device):
-        """`agents` are the arguments of each agent, `envs` its environments."""
+        """`agents` are the arguments of each agent, `envs` the environments of each."""
         self.args = args
         self.agents = agents
         self.device = device
@@ -173,17 +174,17 @@ class SACPopulation:
             with device:
                 actors.append(Actor(obs_dim, self.action_space))
                 critics += [Critic(obs_dim, act_dim) for _ in range(NUM_CRITICS)]
-            generator = torch.Generator(device)  # continues as torch's own would
+            generator = torch.Generator(device)  # continues like torch's own generator
             generator.set_state(torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state())
             self.generators.append(generator)
-        self.critic = critics[0]  # for its `forward`
+        self.critic = critics[0]  # for its `forward` only
         stacked, _ = stack_module_state(critics)
         self.critics = {  # parameters by name, (agents, NUM_CRITICS, ...)
             name: weights.detach().unflatten(0, (-1, NUM_CRITICS)).requires_grad_(weights.requires_grad)
             for name, weights in stacked.items()
         }
         self.target_critics = {name: weights.detach().clone() for name, weights in self.critics.items()}
-        self.actor = actors[0]  # for its methods, which act for all agents if its network does
+        self.actor = actors[0]  # for its methods, which act for all agents because its network does
         self.actor.net = Together([actor.net for actor in actors], self.each)
         alphas = [1.0 if args.autotune else max(agent.alpha, 1e-30) for agent in agents]
         self.log_alpha = torch.tensor(alphas, device=device).log().requires_grad_()
@@ -201,19 +202,19 @@ class SACPopulation:
         self.scalars = {name: torch.zeros(len(agents), device=device) for name in names}
         self.updates = 0
 
-        self.widths = [obs_dim, obs_dim, act_dim, 1, 1]  # of a transition's observations, action, reward, terminated
+        self.widths = [obs_dim, obs_dim, act_dim, 1, 1]  # of obs, next_obs, actions, rewards, terminated
         count, batch = len(agents), args.batch_size
         self.replay = PopulationReplay(count, args.buffer_size, sum(self.widths), device)
         self.batch = torch.zeros(count, batch, sum(self.widths), device=device)
-        # random numbers are drawn outside of compiled functions, so that all modes draw the same ones
+        # random numbers are drawn outside of compiled functions, so that all modes draw the same
         self.uniform = torch.zeros(count, batch, dtype=torch.float64, device=device)
         self.noise = torch.zeros(count, batch, act_dim, device=device)
         self.actor_noise = torch.zeros(count, args.policy_frequency, 2, batch, act_dim, device=device)
         self.acting_noise = torch.zeros(count, args.num_envs, act_dim, device=device)
 
-        # what crosses between host and device: transitions and the next observations, and actions
+        # host-device copies: transitions and the next observations go in, actions come out
         self.host_input = torch.zeros(count, args.num_envs, sum(self.widths) + obs_dim, pin_memory=on_cuda)
-        self.input = self.host_input.to(device)  # on a CPU the same memory
+        self.input = self.host_input.to(device)  # the same memory on a CPU
         self.host_actions = torch.zeros(count, args.num_envs, act_dim, pin_memory=on_cuda)
         self.actions = self.host_actions.to(device)
         self.actions_arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
@@ -223,7 +224,7 @@ class SACPopulation:
         self.store_and_act = self.fast(self.store_and_act)
 
     def update_critics(self):
-        """One step on the critics, for new `batch`es."""
+        """Sample a new `batch` per agent and update the critics."""
         self.batch.copy_(self.replay.sample(self.uniform))
         obs, next_obs, actions, rewards, terminated = self.batch.split(self.widths, -1)
 
@@ -235,12 +236,12 @@ class SACPopulation:
             next_v = next_q - self.log_alpha.exp().unsqueeze(-1) * next_log_prob
             target = rewards.squeeze(-1) + (1 - terminated.squeeze(-1)) * self.gamma * next_v
         q = self.q_values(self.critics, obs, actions)
-        qf_loss = (q - target.unsqueeze(1)).square().mean(-1).sum(-1)  # (agents,), as all losses
+        qf_loss = (q - target.unsqueeze(1)).square().mean(-1).sum(-1)  # (agents,), like all losses
         self.store(q_values=q.mean(-1).mean(-1), qf_loss=qf_loss)
         self.optimizers["critics"].step(qf_loss.sum())
 
     def update_actor(self):
-        """Steps on the actors for the observations of `batch`, each followed by one on the entropy coefficients."""
+        """Update the actors `policy_frequency` times on `batch`, and the entropy coefficients after each time."""
         obs, *_ = self.batch.split(self.widths, -1)
         critics = {name: weights.detach() for name, weights in self.critics.items()}
         mean, log_std = self.actor.gaussian(obs)
@@ -252,7 +253,7 @@ class SACPopulation:
             actor_loss = (alpha.detach() * log_prob - q).mean(-1)
             self.store(actor_loss=actor_loss, entropy=-log_prob.mean(-1))
             self.optimizers["actor"].step(actor_loss.sum())
-            mean, log_std = self.actor.gaussian(obs)  # of the new actors: for the temperature and the next step
+            mean, log_std = self.actor.gaussian(obs)  # of the new actors, for the temperature and the next step
 
             # temperature (eq. 18)
             if self.args.autotune:
@@ -270,7 +271,7 @@ class SACPopulation:
             self.target_critics[name].lerp_(weights, like(self.tau, weights))
 
     def q_values(self, critics, obs, actions):
-        """Q(s, a) of all critics, (agents, NUM_CRITICS, batch)."""
+        """Q(s, a) of all critics (agents, NUM_CRITICS, batch)."""
 
         def q_values(critics, obs, actions):
             def q(weights):
@@ -279,12 +280,12 @@ class SACPopulation:
             if self.args.compile or self.args.cudagraphs:
                 return vmap(q, randomness="different")(critics)
             members = [dict(zip(critics, member, strict=True)) for member in zip(*critics.values(), strict=True)]
-            return torch.stack([q(weights) for weights in members])  # in eager code faster, one after the other
+            return torch.stack([q(weights) for weights in members])  # in eager mode, one at a time is faster
 
         return self.each(q_values, critics, obs, actions)
 
     def each(self, function, *inputs):
-        """`function` of each agent's inputs: tensors with a leading dimension of agents, as the results have."""
+        """Apply `function` to each agent's inputs. Inputs and results have a leading agent dimension."""
         if len(self.agents) > 1 and (self.args.compile or self.args.cudagraphs):
             return vmap(function, randomness="different")(*inputs)
         tensors, structure = tree_flatten(inputs)
@@ -292,7 +293,7 @@ class SACPopulation:
         return torch.stack([function(*own) for own in agents])
 
     def update(self):
-        """Launch one update: on a CUDA device it may still run when this returns."""
+        """Launch one update. On a CUDA device it may still be running when this returns."""
         for i, generator in enumerate(self.generators):
             self.uniform[i].uniform_(generator=generator)
             self.noise[i].normal_(generator=generator)
@@ -307,7 +308,7 @@ class SACPopulation:
 
     @torch.no_grad()
     def store_and_act(self):
-        """Store the transitions in `input`, and sample actions for the observations that follow them."""
+        """Store the transitions in `input` and sample actions for the next observations."""
         transitions, obs = self.input.split((sum(self.widths), self.obs_dim), -1)
         self.replay.write(transitions)
         mean, log_std = self.actor.gaussian(obs)
@@ -315,9 +316,9 @@ class SACPopulation:
         self.actions.copy_(actions)
 
     def observe(self, obs, next_obs, actions, rewards, terminated, act_on):
-        """Store a transition per environment and launch the choice of actions for the observations `act_on`.
+        """Store a transition per environment and start computing actions for the observations `act_on`.
 
-        All are NumPy, (agents, num_envs, ...). `next_actions` has to be called before the next call of this.
+        Arguments are NumPy (agents, num_envs, ...). Call `next_actions` before the next `observe`.
         """
         columns = (obs, next_obs, actions, rewards[..., None], terminated[..., None], act_on)
         np.concatenate(columns, -1, self.host_input.numpy(), casting="unsafe")
@@ -329,52 +330,52 @@ class SACPopulation:
         self.actions_arrived.record()
 
     def next_actions(self):
-        """Wait for the actions, but for no update; NumPy, (agents, num_envs, act_dim).
+        """Wait for actions, NumPy (agents, num_envs, act_dim), but not for updates.
 
-        No environment sees the NaN of an agent that diverges: they all run in one process.
+        NaN of an agent that diverges is replaced: environments of other agents run in the same process.
         """
         self.actions_arrived.synchronize()
         return np.nan_to_num(self.host_actions.numpy()).clip(self.action_space.low, self.action_space.high)
 
     def fast(self, function, compile_mode=None):
-        """`function`, which has no arguments and no results, compiled and as a CUDA graph where the flags say so."""
+        """Compile and capture `function`, which takes and returns nothing, as the flags request."""
         if self.args.compile:
-            torch._dynamo.reset()  # else settings of another learner in this process could be used
+            torch._dynamo.reset()  # otherwise code compiled for another learner could be reused
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the thread that is traced
+            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
             options = torch._inductor.list_mode_options(compile_mode or self.args.compile_mode)
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
-            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
-            function = CudaGraphModule(function, warmup=3)  # captured at the third call, after compilation
+            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
+            function = CudaGraphModule(function, warmup=3)  # captures at the third call, after compilation
         return function
 
     def store(self, **scalars):
-        """Keep scalars for the log, always in the same memory.
+        """Store scalars for the log, always in the same memory.
 
-        What depends on weights has to be stored before a step changes them: compiled code may compute it late.
+        Store values before the optimizer changes weights that they depend on: compiled code may compute them late.
         """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
 
     def losses(self):
-        """The last update's losses by name, a dictionary per agent; waits for that update."""
+        """Losses of the last update, a dictionary by name for each agent. Waits for that update."""
         rows = torch.stack(list(self.scalars.values()), 1).tolist()
         return [dict(zip(self.scalars, row, strict=True)) for row in rows]
 
     def policy(self, i):
-        """A copy of an agent's deterministic policy, on the CPU, and an example of its inputs."""
+        """A copy of an agent's deterministic policy on the CPU, and example inputs."""
         policy = Actor(self.obs_dim, self.action_space)
         policy.load_state_dict(self.tensors(i)["networks"]["actor"])
         return policy.eval(), (torch.zeros(2, self.obs_dim),)
 
     def tensors(self, i):
-        """Every tensor of an agent that updates change, but the replay buffer, under the names of the script for one.
+        """An agent's tensors that updates change, except the replay buffer, by their names in the single-agent script.
 
-        What is missing here is not saved.
+        Tensors missing here are not saved.
         """
         actor = {f"net.{name}": weights for name, weights in self.actor.net.weights.items()}
         networks = {"actor": actor, "critics": self.critics, "target_critics": self.target_critics}
@@ -387,7 +388,7 @@ class SACPopulation:
         return own
 
     def state_dict(self, i):
-        """What an agent needs to continue bit for bit, also by the script for one agent."""
+        """All state needed to resume an agent bit for bit, also in the single-agent script."""
         state = self.generators[i].get_state()
         on_cuda = self.device.type == "cuda"
         return tree_map(lambda tensor: tensor.detach().clone(), self.tensors(i)) | {
@@ -398,7 +399,7 @@ class SACPopulation:
         }
 
     def load_state_dict(self, i, state):
-        """Continue an agent from what `state_dict` returned, with the learning rates of this run's arguments."""
+        """Restore an agent's `state_dict`, but keep the learning rates of this run's flags."""
         tensors = self.tensors(i)
         if not self.args.autotune:
             del tensors["log_alpha"]
@@ -411,12 +412,12 @@ class SACPopulation:
 
 
 class Together(nn.Module):
-    """The networks of all agents as one, whose input and output have a leading dimension of agents."""
+    """The networks of all agents as one. Input and output have a leading agent dimension."""
 
     def __init__(self, networks, each):
-        """`each` calls a function for each agent."""
+        """`each` applies a function to each agent's inputs."""
         super().__init__()
-        self.network = networks[0]  # for its `forward`
+        self.network = networks[0]  # for its `forward` only
         self.weights, _ = stack_module_state(networks)  # parameters by name, (agents, ...)
         self.each = each
 
@@ -425,7 +426,7 @@ class Together(nn.Module):
 
 
 def needed_guards(guards):
-    """Drop the guards on layers and globals: calls are faster, but do not notice when one of these has changed."""
+    """Drop guards on layers and globals: calls are faster, but changes to layers and globals go unnoticed."""
     not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
     return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
@@ -434,13 +435,13 @@ def needed_guards(guards):
 class PopulationAdam:
     """Adam (Kingma and Ba 2015, arXiv:1412.6980) with a learning rate per agent, in as many operations as for one.
 
-    To change the learning rates at any time, fill the tensor `lr`, (agents,).
+    To change the learning rates, fill the tensor `lr` (agents,).
     """
 
     beta1, beta2, eps = 0.9, 0.999, 1e-8
 
     def __init__(self, weights, lr):
-        """`weights` have a leading dimension of agents; `lr` is a list."""
+        """`weights` have a leading agent dimension; `lr` is a list with an entry per agent."""
         self.weights = [w for w in weights if w.requires_grad]
         self.m = [torch.zeros_like(w) for w in self.weights]
         self.v = [torch.zeros_like(w) for w in self.weights]
@@ -448,12 +449,12 @@ class PopulationAdam:
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
         self.one = torch.ones_like(self.rates)
-        self.corrections = torch.zeros_like(self.rates)  # of the bias, 1 - beta**t: the same averages, of ones
+        self.corrections = torch.zeros_like(self.rates)  # for bias, 1 - beta**t: moving averages of ones
 
     @torch.no_grad()
     def step(self, loss):
-        """Move the weights one step against the gradient of `loss`, in place."""
-        gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for what the loss lacks
+        """Update the weights in place by the gradient of `loss`."""
+        gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for weights not in the loss
         self.corrections.lerp_(self.one, self.rates)
         torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
         torch._foreach_mul_(self.v, self.beta2)
@@ -463,34 +464,34 @@ class PopulationAdam:
         correction1, correction2 = self.corrections.unbind()
         root = correction2.sqrt()
         denominator = torch._foreach_sqrt(self.v)
-        torch._foreach_add_(denominator, self.eps * root, alpha=1)  # without `alpha` the host would wait
+        torch._foreach_add_(denominator, self.eps * root, alpha=1)  # without `alpha`, the host would wait
         scale = correction1 / (self.lr * root)
         torch._foreach_mul_(denominator, [like(scale, w) for w in self.weights])
         torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
 
 
 def like(values, tensor):
-    """`values`, (agents,), in a form that multiplies `tensor`, (agents, ...)."""
+    """`values` (agents,), reshaped to broadcast over `tensor` (agents, ...)."""
     return values.view(-1, *[1] * (tensor.dim() - 1))
 
 
 class PopulationReplay:
-    """Transitions on the device, one row each; the newest overwrite the oldest. Nothing here waits for the device."""
+    """Transitions on the device, one per row. The newest overwrite the oldest. Storing and sampling never wait."""
 
     def __init__(self, agents, size, width, device):
         self.rows = torch.empty(agents, size, width, device=device)
         self.agents = torch.arange(agents, device=device).unsqueeze(-1)
-        self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions of each agent so far
+        self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions stored so far, per agent
 
     def write(self, rows):
-        """Store `rows`, (agents, n, width)."""
+        """Store `rows` (agents, n, width)."""
         count, size = rows.shape[1], self.rows.shape[1]
         places = (self.stored + torch.arange(count, device=rows.device)) % size
         self.rows.index_copy_(1, places, rows)
         self.stored.add_(count)
 
     def sample(self, uniform):
-        """Stored rows, (agents, batch, width), one for each number in `uniform`, (agents, batch), from [0, 1)."""
+        """Pick stored rows (agents, batch, width) by the random numbers `uniform` (agents, batch) in [0, 1)."""
         return self.rows[self.agents, (uniform * self.stored.clamp(max=self.rows.shape[1])).long()]
 
     def state_dict(self, i):
@@ -502,7 +503,7 @@ class PopulationReplay:
 
 
 def load_tensors(tensors, saved):
-    """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
+    """Copy `saved` into `tensors`, nested dictionaries of one structure, in place: CUDA graphs stay valid."""
 
     def load(tensor, value):
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
@@ -514,7 +515,7 @@ def load_tensors(tensors, saved):
 
 def train(args):
     """Train all agents."""
-    for agent in reversed(agents_of(args)):  # the first one's seed is in the folder's name
+    for agent in reversed(agents_of(args)):  # the folder's name has the first agent's seed
         device, folder = prepare(agent)
     if args.cudagraphs and device.type == "cpu":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
@@ -556,7 +557,7 @@ def train(args):
 
 
 def agents_of(args):
-    """The arguments of each agent for the script for one; a flag with one value has it for all agents."""
+    """The arguments of each agent for the single-agent script; a flag with one value applies to all agents."""
     lists = {name: values for name, values in vars(args).items() if isinstance(values, tuple)}
     count = max(map(len, lists.values()))
     for name, values in lists.items():
@@ -568,7 +569,7 @@ def agents_of(args):
         del own["seeds"]
         own["seed"] = args.seeds[i % len(args.seeds)]
         own["resume"] = args.resume and str(Path(args.resume) / agent_name(i))
-        own["track"] = False  # all agents are one run there
+        own["track"] = False  # all agents are one run on Weights & Biases
         agents.append(SimpleNamespace(**own))
     return agents
 
@@ -579,7 +580,7 @@ def agent_name(i):
 
 
 def make_envs(args, folder):
-    """`num_envs` copies of the environment, which step one after the other; the first one's videos go to `folder`."""
+    """Make `num_envs` environments, stepped one after another; videos of the first are written to `folder`."""
 
     def make_env(index):
         if args.capture_video and index == 0:
@@ -601,20 +602,20 @@ def make_envs(args, folder):
 
 
 def require_bounded_actions(args, envs):
-    """Refuse actions that are not vectors of floats with bounds."""
+    """Refuse action spaces that are not bounded vectors of floats."""
     space = envs.single_action_space
     floats = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and len(space.shape) == 1
-    if not floats or np.abs((space.low, space.high)).max() >= 1e30:  # float32 overflows from 3e38 on
+    if not floats or np.abs((space.low, space.high)).max() >= 1e30:  # float32 overflows near 3e38
         refuse("env_id", args.env_id, f"actions must be bounded vectors of floats, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here knows the algorithm.
+# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    """The command line; with --resume, the checkpoint's flags are the defaults."""
+    """Parse the command line. With --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
     if args.resume is not None:
         saved = load_checkpoint(args.resume).get("args", {})
@@ -624,14 +625,14 @@ def parse_args():
 
 
 def refuse(name, value, remedy):
-    """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    """Exit with code 2 and one line that names the argument, its value and the remedy."""
     remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def prepare(args):
-    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
+    """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
@@ -651,25 +652,25 @@ def prepare(args):
 
 
 def load_checkpoint(resume):
-    """What a run's `save` wrote to this folder or file, on the CPU."""
+    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
         if zipfile.ZipFile(path).testzip() is not None:
-            raise ValueError("its checksum is wrong")  # torch.load does not compare it
+            raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def all_finite(state):
-    """Whether the tensors in nested dictionaries and lists hold neither NaN nor infinity."""
+    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
     return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
 
 
 def replace_file(path, write):
-    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
+    """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
@@ -684,7 +685,7 @@ def replace_file(path, write):
 
 
 class ProgressBar(tqdm):
-    """A progress bar that does not mind if stderr is closed."""
+    """A progress bar that tolerates a closed stderr."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -692,10 +693,10 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """A run's folder, logs, checkpoints and end: the context of a training loop.
+    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
 
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
-    summary are written.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
+    they are after an error.
     """
 
     def __init__(self, args, folder, envs, learner):
@@ -706,7 +707,7 @@ class Run:
         self.step = 0
         self.episodes = 0
         self.recent_returns = deque(maxlen=20)
-        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
         self.signal = None
         self.diverged = False
@@ -733,14 +734,14 @@ class Run:
         self.start_time = self.log_time = time.perf_counter()
 
     def make_folder(self):
-        """Make the folder, with configuration and script, unless it is there: somebody may delete it during the run."""
+        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
         if not (self.folder / "config.json").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
             shutil.copy(__file__, self.folder)
 
     def restore(self, checkpoint):
-        """Continue from a checkpoint."""
+        """Restore the run from a checkpoint."""
         try:
             for name in FIXED:
                 if getattr(self.args, name) != checkpoint["args"][name]:
@@ -763,9 +764,9 @@ class Run:
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
+        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
         if os.getpid() != self.pid:
-            os._exit(128 + number)  # a process of the environment's, which has inherited this handler
+            os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -773,16 +774,16 @@ class Run:
             raise KeyboardInterrupt
 
     def unfinished(self):
-        """Whether to go on; writes a checkpoint first if one is due."""
+        """Whether to continue. Saves a checkpoint first if one is due."""
         if self.step >= self.args.total_timesteps or self.signal is not None:
-            return False  # `__exit__` writes the last checkpoint
+            return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
         return True
 
     def advance(self, rewards, ended):
-        """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
+        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
         self.lengths += 1
@@ -797,7 +798,7 @@ class Run:
         self.bar.update(self.args.num_envs)
 
     def log(self, losses):
-        """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
         self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
@@ -809,7 +810,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
+        """End the run with exit code 1. The last checkpoint, if there is one, is kept."""
         self.diverged = True
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
@@ -830,15 +831,15 @@ class Run:
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
-        """Write summary.json, and close environments and logs."""
+        """Write summary.json; close environments and logs."""
         results = {"global_step": self.step, "episodes": self.episodes}
         results["wall_seconds"] = time.perf_counter() - self.start_time
         finite = [value for value in self.recent_returns if math.isfinite(value)]
         results["episodic_return"] = float(np.mean(finite)) if finite else None
         summary = json.dumps(self.config | results, indent=2)
-        with suppress(OSError):  # of stderr
+        with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # the policy is trained: it does not matter if an environment cannot be closed
+        with suppress(Exception):  # an environment that fails to close must not fail the run
             self.envs.close()
         self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
@@ -864,14 +865,14 @@ class Run:
 
 
 class Population(Run):
-    """The runs of all agents as one, in a folder each. An agent's run ends where it diverges; the others go on."""
+    """The runs of all agents, each in its own folder. An agent that diverges ends; the others continue."""
 
     def __init__(self, args, folder, envs, learner):
         self.args = args
         self.folder = folder
         self.learner = learner
         self.step = 0
-        self.ended = {}  # agents whose runs have ended at NaN, and why
+        self.ended = {}  # agents whose runs ended at NaN, and why
         self.signal = None
         self.pid = os.getpid()
         if args.resume is not None:
@@ -882,7 +883,7 @@ class Population(Run):
             folder.mkdir(parents=True, exist_ok=True)
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
             wandb.init(**names, dir=folder, config=vars(args), sync_tensorboard=True)
-        self.runs = {}  # of the other agents
+        self.runs = {}  # of the remaining agents
         for i, (agent, own_envs) in enumerate(zip(learner.agents, envs, strict=True)):
             if agent_name(i) not in self.ended:
                 own_learner = SimpleNamespace(device=learner.device)
@@ -894,7 +895,7 @@ class Population(Run):
         self.saved_step = self.step
 
     def restore(self, checkpoint):
-        """Find each agent's checkpoint of the step at which the population was saved."""
+        """Restore each agent from its checkpoint of the step at which the population was saved."""
         if "ended" not in checkpoint:
             refuse("resume", self.args.resume, "give the folder of a population")
         self.step, self.ended = checkpoint["global_step"], checkpoint["ended"]
@@ -911,11 +912,11 @@ class Population(Run):
                 agent.resume = str(fitting[0])
 
     def unfinished(self):
-        """Whether to go on; writes checkpoints first if they are due."""
+        """Whether to continue. Saves checkpoints first if they are due."""
         return super().unfinished() and bool(self.runs)
 
     def advance(self, rewards, ended):
-        """Count a step of all environments; both are NumPy, (agents, num_envs), `ended` where an episode is over."""
+        """Count a step of all environments. NumPy (agents, num_envs): `rewards`, `ended` where an episode is over."""
         self.step += self.args.num_envs
         for i, run in self.runs.items():
             run.advance(rewards[i], ended[i])
@@ -927,7 +928,7 @@ class Population(Run):
     def save(self):
         """Write each agent's checkpoint.pt and policy.pt2.
 
-        Old checkpoints are kept until all new ones are there: a crash leaves one of each agent and of the same step.
+        Old checkpoints are kept until all new ones are written: a crash leaves all agents one from the same step.
         """
         for run in self.runs.values():
             new, old = checkpoints_in(run.folder)
@@ -940,12 +941,12 @@ class Population(Run):
             new, old = checkpoints_in(folder)
             if new.exists():
                 old.unlink(missing_ok=True)
-            elif old.exists():  # an agent that has ended at NaN keeps its last checkpoint
+            elif old.exists():  # an agent that ended at NaN keeps its last checkpoint
                 old.rename(new)
         self.saved_step = self.step
 
     def each_run(self, function):
-        """`function(i, run)` for each agent, whose run ends where that finds NaN."""
+        """Call `function(i, run)` for each agent, and end the runs in which it finds NaN."""
         for i, run in list(self.runs.items()):
             try:
                 function(i, run)
@@ -979,14 +980,14 @@ class Population(Run):
 
 
 def checkpoints_in(folder):
-    """An agent's newest checkpoint and the one before, which is there only while checkpoints are written."""
+    """Paths of an agent's newest checkpoint and the previous one, which exists only while new ones are written."""
     return Path(folder) / "checkpoint.pt", Path(folder) / "checkpoint.old"
 
 
 if __name__ == "__main__":
     train(parse_args())
 
-# `uv run` reads this and installs what the script needs (PEP 723).
+# `uv run` reads and installs these requirements (PEP 723).
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [

@@ -1,13 +1,13 @@
-"""Twin Delayed DDPG (TD3) for continuous actions at full speed: Fujimoto et al. 2018, arXiv:1802.09477.
+"""Twin Delayed DDPG (TD3) for continuous actions, built for speed: Fujimoto et al. 2018, arXiv:1802.09477.
 
-The updates are those of the plain twin, td3_continuous_action.py; actions come from a policy that lacks the newest
-update. What makes this file fast:
+The updates are those of the plain version, td3_continuous_action.py, but each action comes from a policy that lacks
+the newest update. Why it is faster:
 
-1. `--compile` makes one graph of each part of an update, from sampling to Adam; `--cudagraphs` launches each part at
-   once (`TD3.fast`).
-2. The critics run as one batched matmul per layer (`TD3.q_values`).
-3. The replay buffer is on the device; an environment step costs one copy in and one copy out (`TD3.observe`).
-4. The environments step while a CUDA device updates: the host waits only for its next actions (`train`).
+1. `--compile` compiles each part of an update, from sampling to Adam, into one graph. `--cudagraphs` captures each
+   part as a CUDA graph, which takes one launch (`TD3.fast`).
+2. With either flag, the critics run as one batched matmul per layer (`TD3.q_values`).
+3. The replay buffer is on the device: an environment step takes one copy in and one copy out (`TD3.observe`).
+4. Environments step while a CUDA device updates: the host waits only for its next actions (`train`).
 
     python leanrl/td3_continuous_action_torchcompile.py --env-id HalfCheetah-v5 --compile --cudagraphs
 """
@@ -44,55 +44,55 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 NUM_CRITICS = 2
-LOG_INTERVAL = 100  # vector steps between two logs of the losses
+LOG_INTERVAL = 100  # steps of the vector environment between logs of the losses
 CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
 
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v5"  # gymnasium environment
-    total_timesteps: int = 1_000_000  # environment steps of the whole run, over all environments
-    num_envs: int = 1  # environments that step together
-    buffer_size: int = 1_000_000  # transitions in the replay buffer
+    total_timesteps: int = 1_000_000  # total environment steps, summed over all environments
+    num_envs: int = 1  # number of environments, stepped together
+    buffer_size: int = 1_000_000  # capacity of the replay buffer, in transitions
     gamma: float = 0.99  # discount factor
     tau: float = 0.005  # target smoothing coefficient
     batch_size: int = 256  # transitions per update
     learning_starts: int = 25_000  # environment steps with random actions before the first update
-    learning_rate: float = 3e-4  # learning rate of the actor and of the critics
-    policy_frequency: int = 2  # update the actor and the target networks every so many updates
-    updates_per_step: int = 1  # updates after each step of all environments
-    exploration_noise: float = 0.1  # standard deviation of the noise on actions, in units of half the action range
-    policy_noise: float = 0.2  # standard deviation of the noise on the target actor's actions, in the same units
-    noise_clip: float = 0.5  # largest noise on the target actor's actions, in the same units
+    learning_rate: float = 3e-4  # learning rate of the actor and the critics
+    policy_frequency: int = 2  # update the actor and the target networks every N updates of the critics
+    updates_per_step: int = 1  # updates per step of the vector environment
+    exploration_noise: float = 0.1  # standard deviation of exploration noise, in units of half the action range
+    policy_noise: float = 0.2  # standard deviation of target policy smoothing noise, in the same units
+    noise_clip: float = 0.5  # bound at which smoothing noise is clipped, in the same units
 
-    compile: bool = False  # compile acting and the updates with torch.compile
-    cudagraphs: bool = False  # replay acting and the updates as CUDA graphs
-    compile_mode: CompileMode = "default"  # torch.compile's mode
-    critic_compile_mode: CompileMode | None = None  # torch.compile's mode for the critics (default: --compile-mode)
+    compile: bool = False  # compile acting and updates with torch.compile
+    cudagraphs: bool = False  # replay acting and updates as CUDA graphs
+    compile_mode: CompileMode = "default"  # torch.compile mode
+    critic_compile_mode: CompileMode | None = None  # torch.compile mode for the critics (None: that of --compile-mode)
     cuda: bool = True  # use a CUDA device if there is one
-    threads: int = 0  # CPU threads of torch (0: torch's default)
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 (high: TF32, medium: bfloat16)
+    threads: int = 0  # CPU threads for torch (0: torch's default)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
     torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's folder name
+    exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
-    resume: str | None = None  # folder of a run to continue, whose flags become the defaults
-    checkpoint_interval: int = 0  # environment steps between two checkpoints (0: only at the end)
+    resume: str | None = None  # folder of a run to resume; its flags become the defaults
+    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
-    wandb_project_name: str = "leanrl"  # project on Weights & Biases
-    wandb_entity: str | None = None  # team on Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size", "policy_frequency")
 AT_LEAST_1 += ("updates_per_step",)
 AT_MOST_1 = ("gamma", "tau")
-FIXED = ("env_id", "buffer_size")  # what a resumed run cannot change
+FIXED = ("env_id", "buffer_size")  # flags that a resumed run cannot change
 
 
 class Critic(nn.Module):
-    """Q(s, a): (batch, obs_dim) and (batch, act_dim) to (batch,)."""
+    """Q(s, a): maps (batch, obs_dim) and (batch, act_dim) to (batch,)."""
 
     def __init__(self, obs_dim, act_dim):
         super().__init__()
@@ -109,7 +109,7 @@ class Critic(nn.Module):
 
 
 class Actor(nn.Module):
-    """A deterministic policy, squashed by tanh into the bounds of the action space."""
+    """A deterministic policy, squashed by tanh to the bounds of the action space."""
 
     def __init__(self, obs_dim, action_space):
         super().__init__()
@@ -126,13 +126,13 @@ class Actor(nn.Module):
         self.register_buffer("bias", (high + low) / 2)
 
     def forward(self, obs, noise=0.0):
-        """Actions, (batch, act_dim); `noise` is added in units of half the range of each dimension."""
+        """Actions (batch, act_dim); `noise` is in units of half the range of each dimension."""
         squashed = (self.net(obs).tanh() + noise).clamp(-1, 1)
         return squashed * self.scale + self.bias
 
 
 class TD3:
-    """The learner. CUDA graphs replay kernels, not Python: what changes in training is a tensor, updated in place."""
+    """The learner. CUDA graphs replay kernels but no Python: state that changes is in tensors, updated in place."""
 
     def __init__(self, args, envs, device):
         self.args = args
@@ -142,7 +142,7 @@ class TD3:
         with device:
             self.actor = Actor(obs_dim, envs.single_action_space)
             critics = [Critic(obs_dim, act_dim) for _ in range(NUM_CRITICS)]
-        self.critic = critics[0]  # for its `forward`: its weights are not those that learn
+        self.critic = critics[0]  # for its `forward` only; the weights that learn are in `self.critics`
         self.critics, _ = stack_module_state(critics)  # parameters by name, (NUM_CRITICS, ...)
         self.target_actor = copy.deepcopy(self.actor)
         self.target_critics = {name: weights.detach().clone() for name, weights in self.critics.items()}
@@ -153,18 +153,18 @@ class TD3:
         self.scalars = {name: torch.zeros((), device=device) for name in ("q_values", "qf_loss", "actor_loss")}
         self.updates = 0
 
-        self.widths = [obs_dim, obs_dim, act_dim, 1, 1]  # of a transition's observations, action, reward, terminated
+        self.widths = [obs_dim, obs_dim, act_dim, 1, 1]  # of obs, next_obs, actions, rewards, terminated
         self.replay = DeviceReplayBuffer(args.buffer_size, sum(self.widths), device)
         self.batch = torch.zeros(args.batch_size, sum(self.widths), device=device)
-        # random numbers are drawn outside of compiled functions, so that all modes draw the same ones
-        self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)  # float32 has too few steps
+        # random numbers are drawn outside of compiled functions, so that all modes draw the same
+        self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)  # float32 is too coarse
         self.noise = torch.zeros(args.batch_size, act_dim, device=device)
         self.acting_noise = torch.zeros(envs.num_envs, act_dim, device=device)
 
-        # what crosses between host and device: a transition and the next observation, and actions
+        # host-device copies: transitions and the next observations go in, actions come out
         on_cuda = device.type == "cuda"
         self.host_input = torch.zeros(envs.num_envs, sum(self.widths) + obs_dim, pin_memory=on_cuda)
-        self.input = self.host_input.to(device)  # on a CPU the same memory
+        self.input = self.host_input.to(device)  # the same memory on a CPU
         self.host_actions = torch.zeros(envs.num_envs, act_dim, pin_memory=on_cuda)
         self.actions = self.host_actions.to(device)
         self.actions_arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
@@ -175,7 +175,7 @@ class TD3:
         self.store_and_act = self.fast(self.store_and_act)
 
     def update_critics(self):
-        """One step on the critics, for a new `batch`."""
+        """Sample a new `batch` and update the critics."""
         self.batch.copy_(self.replay.sample(self.uniform))
         obs, next_obs, actions, rewards, terminated = self.batch.split(self.widths, -1)
 
@@ -191,8 +191,8 @@ class TD3:
         self.optimizers["critics"].step(qf_loss)
 
     def update_actor(self):
-        """One step on the actor, for the observations of `batch`."""
-        # actor loss, by the first critic only
+        """Update the actor on `batch`."""
+        # actor loss, with the first critic only
         obs, *_ = self.batch.split(self.widths, -1)
         first = {name: weights[0].detach() for name, weights in self.critics.items()}
         actor_loss = -functional_call(self.critic, first, (obs, self.actor(obs))).mean()
@@ -201,25 +201,25 @@ class TD3:
 
     @torch.no_grad()
     def update_targets(self):
-        """Move the target networks toward the networks."""
+        """Move the target networks toward the learned networks."""
         weights = [*self.actor.parameters(), *self.critics.values()]
         targets = [*self.target_actor.parameters(), *self.target_critics.values()]
         torch._foreach_lerp_(targets, weights, self.args.tau)
 
     def q_values(self, critics, obs, actions):
-        """Q(s, a) of all critics, (NUM_CRITICS, batch)."""
+        """Q(s, a) of all critics (NUM_CRITICS, batch)."""
 
         def q(weights):
             return functional_call(self.critic, weights, (obs, actions))
 
         if self.args.compile or self.args.cudagraphs:
-            return vmap(q, randomness="different")(critics)  # dropout would draw a mask for each critic
-        # eager code is faster one critic at a time
+            return vmap(q, randomness="different")(critics)  # dropout draws a mask per critic
+        # in eager mode, one critic at a time is faster
         members = zip(*critics.values(), strict=True)
         return torch.stack([q(dict(zip(critics, weights, strict=True))) for weights in members])
 
     def update(self):
-        """Launch one update: on a CUDA device it may still run when this returns."""
+        """Launch one update. On a CUDA device it may still be running when this returns."""
         self.uniform.uniform_()
         self.noise.normal_()
         self.update_critics()
@@ -230,15 +230,15 @@ class TD3:
 
     @torch.no_grad()
     def store_and_act(self):
-        """Store the transitions in `input`, and choose actions for the observations that follow them."""
+        """Store the transitions in `input` and compute actions for the next observations."""
         transitions, obs = self.input.split((sum(self.widths), self.widths[0]), -1)
         self.replay.write(transitions)
         self.actions.copy_(self.actor(obs, self.args.exploration_noise * self.acting_noise))
 
     def observe(self, obs, next_obs, actions, rewards, terminated, act_on):
-        """Store a transition per environment and launch the choice of actions for the observations `act_on`.
+        """Store a transition per environment and start computing actions for the observations `act_on`.
 
-        All are NumPy, (num_envs, ...). `next_actions` has to be called before the next call of this.
+        Arguments are NumPy (num_envs, ...). Call `next_actions` before the next `observe`.
         """
         columns = (obs, next_obs, actions, rewards[:, None], terminated[:, None], act_on)
         np.concatenate(columns, axis=1, out=self.host_input.numpy(), casting="unsafe")
@@ -249,44 +249,44 @@ class TD3:
         self.actions_arrived.record()
 
     def next_actions(self):
-        """Wait for the actions, but for no update; NumPy, (num_envs, act_dim)."""
+        """Wait for actions, NumPy (num_envs, act_dim), but not for updates."""
         self.actions_arrived.synchronize()
         return self.host_actions.numpy().clip(self.low, self.high)
 
     def fast(self, function, compile_mode=None):
-        """`function`, which has no arguments and no results, compiled and as a CUDA graph where the flags say so."""
+        """Compile and capture `function`, which takes and returns nothing, as the flags request."""
         if self.args.compile:
-            torch._dynamo.reset()  # else settings of another learner in this process could be used
+            torch._dynamo.reset()  # otherwise code compiled for another learner could be reused
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the thread that is traced
+            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
             options = torch._inductor.list_mode_options(compile_mode or self.args.compile_mode)
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
-            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it announces every graph
-            function = CudaGraphModule(function, warmup=3)  # captured at the third call, after compilation
+            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
+            function = CudaGraphModule(function, warmup=3)  # captures at the third call, after compilation
         return function
 
     def store(self, **scalars):
-        """Keep scalars for the log, always in the same memory.
+        """Store scalars for the log, always in the same memory.
 
-        What depends on weights has to be stored before a step changes them: compiled code may compute it late.
+        Store values before the optimizer changes weights that they depend on: compiled code may compute them late.
         """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
 
     def losses(self):
-        """The last update's losses by name; waits for that update."""
+        """Losses of the last update, by name. Waits for that update."""
         return dict(zip(self.scalars, torch.stack(list(self.scalars.values())).tolist(), strict=True))
 
     def policy(self):
-        """A copy of the deterministic policy, on the CPU, and an example of its inputs."""
+        """A copy of the deterministic policy on the CPU, and example inputs."""
         return copy.deepcopy(self.actor).cpu().eval(), (torch.zeros(2, self.obs_dim),)
 
     def tensors(self):
-        """Every tensor that updates change, but the replay buffer. What is missing here is not saved."""
+        """All tensors that updates change, except the replay buffer. Tensors missing here are not saved."""
         networks = {
             "actor": self.actor.state_dict(),
             "critics": self.critics,
@@ -297,7 +297,7 @@ class TD3:
         return {"networks": networks, "optimizers": optimizers}
 
     def state_dict(self):
-        """What the learner needs to continue bit for bit."""
+        """All state needed to resume bit for bit."""
         return self.tensors() | {
             "replay": self.replay.state_dict(),
             "updates": self.updates,
@@ -306,7 +306,7 @@ class TD3:
         }
 
     def load_state_dict(self, state):
-        """Continue from what `state_dict` returned, with the learning rates of this run's arguments."""
+        """Restore a `state_dict`, but keep the learning rates of this run's flags."""
         tensors = self.tensors()
         load_tensors(tensors, {name: state[name] for name in tensors})
         self.replay.load_state_dict(state["replay"])
@@ -316,14 +316,14 @@ class TD3:
 
 
 def needed_guards(guards):
-    """Drop the guards on layers and globals: calls are faster, but do not notice when one of these has changed."""
+    """Drop guards on layers and globals: calls are faster, but changes to layers and globals go unnoticed."""
     not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
     return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 class Adam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980) that can be part of a compiled function, as torch.optim's cannot.
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) for use in compiled functions, where torch.optim's breaks the graph.
 
     To change the learning rate, call `lr.fill_(value)`.
     """
@@ -338,12 +338,12 @@ class Adam:
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
         self.one = torch.ones_like(self.rates)
-        self.corrections = torch.zeros_like(self.rates)  # of the bias, 1 - beta**t: the same averages, of ones
+        self.corrections = torch.zeros_like(self.rates)  # for bias, 1 - beta**t: moving averages of ones
 
     @torch.no_grad()
     def step(self, loss):
-        """Move the weights one step against the gradient of `loss`, in place."""
-        gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for what the loss lacks
+        """Update the weights in place by the gradient of `loss`."""
+        gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for weights not in the loss
         self.corrections.lerp_(self.one, self.rates)
         torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
         torch._foreach_mul_(self.v, self.beta2)
@@ -353,30 +353,30 @@ class Adam:
         correction1, correction2 = self.corrections.unbind()
         root = correction2.sqrt()
         denominator = torch._foreach_sqrt(self.v)
-        torch._foreach_add_(denominator, self.eps * root, alpha=1)  # without `alpha` the host would wait
+        torch._foreach_add_(denominator, self.eps * root, alpha=1)  # without `alpha`, the host would wait
         torch._foreach_mul_(denominator, correction1 / (self.lr * root))
         torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
 
     def tensors(self):
-        """What a resumed run needs."""
+        """The state that a resumed run needs."""
         return {"m": self.m, "v": self.v, "corrections": self.corrections}
 
 
 class DeviceReplayBuffer:
-    """Transitions on the device, one row each; the newest overwrite the oldest. Nothing here waits for the device."""
+    """Transitions on the device, one per row. The newest overwrite the oldest. Storing and sampling never wait."""
 
     def __init__(self, size, width, device):
         self.rows = torch.empty(size, width, device=device)
-        self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions so far
+        self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions stored so far
 
     def write(self, rows):
-        """Store `rows`, (n, width)."""
+        """Store `rows` (n, width)."""
         places = (self.stored + torch.arange(len(rows), device=rows.device)) % len(self.rows)
         self.rows.index_copy_(0, places, rows)
         self.stored.add_(len(rows))
 
     def sample(self, uniform):
-        """Stored rows, (batch, width), one for each number in `uniform`, (batch,), from [0, 1)."""
+        """Pick stored rows (batch, width) by the random numbers `uniform` (batch,) in [0, 1)."""
         count = self.stored.clamp(max=len(self.rows))
         places = (uniform * count).long()
         return self.rows.index_select(0, places)
@@ -390,7 +390,7 @@ class DeviceReplayBuffer:
 
 
 def load_tensors(tensors, saved):
-    """Copy nested dictionaries of tensors into others of the same structure, in place: CUDA graphs stay valid."""
+    """Copy `saved` into `tensors`, nested dictionaries of one structure, in place: CUDA graphs stay valid."""
 
     def load(tensor, value):
         if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
@@ -436,7 +436,7 @@ def train(args):
 
 
 def make_envs(args, folder):
-    """`num_envs` copies of the environment, which step one after the other; the first one's videos go to `folder`."""
+    """Make `num_envs` environments, stepped one after another; videos of the first are written to `folder`."""
 
     def make_env(index):
         if args.capture_video and index == 0:
@@ -458,20 +458,20 @@ def make_envs(args, folder):
 
 
 def require_bounded_actions(args, envs):
-    """Refuse actions that are not vectors of floats with bounds."""
+    """Refuse action spaces that are not bounded vectors of floats."""
     space = envs.single_action_space
     floats = isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating) and len(space.shape) == 1
-    if not floats or np.abs((space.low, space.high)).max() >= 1e30:  # float32 overflows from 3e38 on
+    if not floats or np.abs((space.low, space.high)).max() >= 1e30:  # float32 overflows near 3e38
         refuse("env_id", args.env_id, f"actions must be bounded vectors of floats, not {space}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here knows the algorithm.
+# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def parse_args():
-    """The command line; with --resume, the checkpoint's flags are the defaults."""
+    """Parse the command line. With --resume, the checkpoint's flags are the defaults."""
     args = tyro.cli(Args, description=__doc__)
     if args.resume is not None:
         saved = load_checkpoint(args.resume).get("args", {})
@@ -481,14 +481,14 @@ def parse_args():
 
 
 def refuse(name, value, remedy):
-    """End the program with exit code 2 and one line that names the argument, its value and the remedy."""
+    """Exit with code 2 and one line that names the argument, its value and the remedy."""
     remedy = " ".join(str(remedy).split())
     print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def prepare(args):
-    """Check the arguments, set up and seed the libraries; returns the device and the run's folder, not made yet."""
+    """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
@@ -508,25 +508,25 @@ def prepare(args):
 
 
 def load_checkpoint(resume):
-    """What a run's `save` wrote to this folder or file, on the CPU."""
+    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
         if zipfile.ZipFile(path).testzip() is not None:
-            raise ValueError("its checksum is wrong")  # torch.load does not compare it
+            raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
 
 def all_finite(state):
-    """Whether the tensors in nested dictionaries and lists hold neither NaN nor infinity."""
+    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
     return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
 
 
 def replace_file(path, write):
-    """Replace the file at `path` by what `write(file)` writes: a crash leaves the old or the new one."""
+    """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
@@ -541,7 +541,7 @@ def replace_file(path, write):
 
 
 class ProgressBar(tqdm):
-    """A progress bar that does not mind if stderr is closed."""
+    """A progress bar that tolerates a closed stderr."""
 
     def display(self, *args, **kwargs):
         with suppress(OSError):
@@ -549,10 +549,10 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """A run's folder, logs, checkpoints and end: the context of a training loop.
+    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
 
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step; then, and after an error, checkpoint, policy and
-    summary are written.
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
+    they are after an error.
     """
 
     def __init__(self, args, folder, envs, learner):
@@ -563,7 +563,7 @@ class Run:
         self.step = 0
         self.episodes = 0
         self.recent_returns = deque(maxlen=20)
-        self.returns = np.zeros(args.num_envs)  # of the current episodes
+        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
         self.signal = None
         self.diverged = False
@@ -590,14 +590,14 @@ class Run:
         self.start_time = self.log_time = time.perf_counter()
 
     def make_folder(self):
-        """Make the folder, with configuration and script, unless it is there: somebody may delete it during the run."""
+        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
         if not (self.folder / "config.json").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
             shutil.copy(__file__, self.folder)
 
     def restore(self, checkpoint):
-        """Continue from a checkpoint."""
+        """Restore the run from a checkpoint."""
         try:
             for name in FIXED:
                 if getattr(self.args, name) != checkpoint["args"][name]:
@@ -620,9 +620,9 @@ class Run:
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, unless it comes within a second, as wrappers send it."""
+        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
         if os.getpid() != self.pid:
-            os._exit(128 + number)  # a process of the environment's, which has inherited this handler
+            os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
             self.signal = number
             self.signal_time = time.perf_counter()
@@ -630,16 +630,16 @@ class Run:
             raise KeyboardInterrupt
 
     def unfinished(self):
-        """Whether to go on; writes a checkpoint first if one is due."""
+        """Whether to continue. Saves a checkpoint first if one is due."""
         if self.step >= self.args.total_timesteps or self.signal is not None:
-            return False  # `__exit__` writes the last checkpoint
+            return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
         if interval and self.step // interval > self.saved_step // interval:
             self.save()
         return True
 
     def advance(self, rewards, ended):
-        """Count a step of all environments; both are NumPy, (num_envs,), `ended` where an episode is over."""
+        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
         self.step += self.args.num_envs
         self.returns += rewards
         self.lengths += 1
@@ -654,7 +654,7 @@ class Run:
         self.bar.update(self.args.num_envs)
 
     def log(self, losses):
-        """Log losses by name, and the speed since the last log; end the run if a loss is not finite."""
+        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
         self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
@@ -666,7 +666,7 @@ class Run:
                 self.end_at_nan(f"{name} is {value}")
 
     def end_at_nan(self, what):
-        """End the run with exit code 1; an earlier checkpoint, if there is one, remains."""
+        """End the run with exit code 1. The last checkpoint, if there is one, is kept."""
         self.diverged = True
         causes = "NaN in observations or rewards, or too high a learning rate"
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
@@ -687,15 +687,15 @@ class Run:
         replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
-        """Write summary.json, and close environments and logs."""
+        """Write summary.json; close environments and logs."""
         results = {"global_step": self.step, "episodes": self.episodes}
         results["wall_seconds"] = time.perf_counter() - self.start_time
         finite = [value for value in self.recent_returns if math.isfinite(value)]
         results["episodic_return"] = float(np.mean(finite)) if finite else None
         summary = json.dumps(self.config | results, indent=2)
-        with suppress(OSError):  # of stderr
+        with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # the policy is trained: it does not matter if an environment cannot be closed
+        with suppress(Exception):  # an environment that fails to close must not fail the run
             self.envs.close()
         self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
@@ -718,7 +718,7 @@ class Run:
 if __name__ == "__main__":
     train(parse_args())
 
-# `uv run` reads this and installs what the script needs (PEP 723).
+# `uv run` reads and installs these requirements (PEP 723).
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [

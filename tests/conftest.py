@@ -1,4 +1,4 @@
-"""Environments and helpers that the tests share."""
+"""Environments and helpers shared by the tests."""
 
 import fcntl
 import importlib.util
@@ -55,7 +55,7 @@ WITH_PYTHON = os.environ | {"PATH": PYTHON_FIRST}  # for shell scripts, where th
 
 
 def wait_for(condition, seconds=120):
-    """Wait until `condition()` is true; an error if it is not in time."""
+    """Wait until `condition()` is true; raise an error if that takes too long."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -63,7 +63,7 @@ def wait_for(condition, seconds=120):
 
 
 class Terminal:
-    """A process on a terminal of its own, which `close` takes away from it, as a connection that is lost does."""
+    """A process on its own terminal. `close` removes the terminal, like a lost connection."""
 
     def __init__(self, words, **settings):
         self.end, end = pty.openpty()
@@ -88,7 +88,7 @@ class Terminal:
 
 @pytest.fixture
 def ray_lock(request, tmp_path_factory):
-    """For tests that start Ray. `ray symmetric-run` refuses a machine that has Ray: its test waits for the others."""
+    """A lock for tests that start Ray. `ray symmetric-run` refuses a machine with Ray, so its test waits for others."""
     alone = request.node.name.startswith("test_the_slurm_recipe")
     with open(tmp_path_factory.getbasetemp().parent / "ray.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
@@ -119,7 +119,7 @@ class Countdown(gym.Env):
 
 
 class DiscreteCountdown(Countdown):
-    """Countdown with `n` actions that change nothing, save that with `pays` each action is its own reward."""
+    """Countdown with `n` actions that change nothing; with `pays`, each action is its own reward."""
 
     def __init__(self, n=2, start=0, pays=False, **kwargs):
         super().__init__(**kwargs)
@@ -131,7 +131,7 @@ class DiscreteCountdown(Countdown):
 
 
 class PushAnything(gym.Env):
-    """An action, (1,), that changes nothing; observations are samples of `space`."""
+    """An environment whose actions (1,) change nothing; observations are samples of `space`."""
 
     def __init__(self, space, actions=None):
         self.observation_space = space
@@ -233,7 +233,7 @@ def tiny(script):
 
 
 def script_params(modules=None):
-    """Parameters of a test that runs scripts, by default all: a few in the quick suite, the others thorough."""
+    """Parameters of a test that runs scripts (default: all): a few in the quick suite, the others thorough."""
     thorough = pytest.mark.thorough
     modules = modules or [*PLAIN.values(), *TURBO.values(), MULTI]
     return [pytest.param(m, id=stem(m), marks=[] if stem(m) in QUICK else [thorough]) for m in modules]
@@ -245,12 +245,12 @@ on_gymnasium = pytest.mark.parametrize("script", script_params(GYMNASIUM))
 
 @pytest.fixture(params=[PLAIN["sac"], TURBO["dqn"]], ids=stem)
 def either(request):
-    """Two scripts for what the run's part does by itself, whose text is the same in all of them."""
+    """Two scripts for tests of the run's part, whose text is identical in all scripts."""
     return request.param
 
 
 def make_learner(script, seed=1, device="cpu", **kwargs):
-    """The learner of `script` for Args(**kwargs), by default small."""
+    """The learner of `script` for Args(**kwargs), small by default."""
     args = script.Args(**SMALL_LEARNERS[algorithm(script)] | kwargs)
     torch.manual_seed(seed)
     return learner_class(script)(args, make_envs(script, args), torch.device(device))
@@ -374,7 +374,7 @@ QUICK_TOO = (  # one of a kind of these
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the thorough tests. Long tests first: a worker that got one last would keep the other one waiting."""
+    """Mark the thorough tests. Long tests run first: one at the end would keep the other worker waiting."""
     for item in items:
         name = item.nodeid.removeprefix("tests/")
         by_hand = item.get_closest_marker("planted") or item.get_closest_marker("finding")
@@ -384,14 +384,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_generate_tests(metafunc):
-    """Tests marked `gpu` run on the emulated CUDA device, and on a real one where there is one."""
+    """Tests marked `gpu` run on the emulated CUDA device, and on a real one if there is one."""
     if metafunc.definition.get_closest_marker("gpu"):
         metafunc.parametrize("cuda", ["emulated"] + ["real"] * torch.cuda.is_available(), indirect=True)
 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """What is compiled is not guarded against another test's networks."""
+    """Reset the compiler: compiled code has no guards against another test's networks."""
     torch._dynamo.reset()
 
 
@@ -409,14 +409,14 @@ def cuda(request):
 
 @contextmanager
 def one_graph_each(functions):
-    """So many functions are compiled within, none of them again; `fullgraph=True` raises where a graph breaks."""
+    """Expect this number of functions to be compiled, each once; `fullgraph=True` raises an error at a graph break."""
     torch._dynamo.utils.counters.clear()
     yield
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == functions
 
 
 def load_copy(name, source, folder):
-    """The module of an edited copy of a script, written to `folder`."""
+    """Write an edited copy of a script to `folder`, and load it as a module."""
     path = folder / f"{name}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(f"edited_{name}", path)
@@ -427,7 +427,7 @@ def load_copy(name, source, folder):
 
 
 def leaves(state, path=""):
-    """All that is in nested dictionaries and lists, each with its path."""
+    """All leaves of nested dictionaries and lists, each with its path."""
     if not isinstance(state, (dict, list)):
         return [(path, state)]
     items = state.items() if isinstance(state, dict) else enumerate(state)
@@ -467,9 +467,9 @@ def as_rows(transitions):
 
 
 def networks(learner):
-    """The tensors themselves of a plain or turbo learner's networks, by network and name.
+    """The tensors (without copies) of a plain or turbo learner's networks, by network and name.
 
-    Critics that turbo has stacked come one by one, as in plain's nn.ModuleList.
+    Turbo's stacked critics are separated, as in plain's nn.ModuleList.
     """
     found = learner.state_dict()["networks"]
     if not hasattr(learner, "critic"):
@@ -478,12 +478,12 @@ def networks(learner):
 
 
 def unstacked(tensors):
-    """Views of the members of stacked tensors, under the names that these have in an nn.ModuleList."""
+    """Views of the members of stacked tensors, by their names in an nn.ModuleList."""
     return {f"{i}.{name}": part for name, tensor in tensors.items() for i, part in enumerate(tensor.detach())}
 
 
 def copy_networks(source, target):
-    """Give one learner the networks of another one, plain or turbo."""
+    """Copy the networks of one learner, plain or turbo, to another."""
     live = dict(leaves(networks(target)))
     for name, tensor in leaves(networks(source)):
         live[name].data.copy_(tensor)
@@ -495,12 +495,12 @@ def clones(tensors):
 
 
 def learnt(turbo):
-    """Copies, by path, of all that a turbo learner's updates change: networks, optimizers, losses and the like."""
+    """Copies, by path, of all tensors that a turbo learner's updates change: networks, optimizers, losses."""
     return clones(turbo.tensors() | {"losses": turbo.scalars})
 
 
 def assert_close_in_norm(got, wanted, tolerance, least=0.0):
-    """Tensors by name agree: in norm, since Adam blows up rounding where a gradient is all but zero."""
+    """Tensors by name agree in norm, since Adam amplifies rounding where a gradient is almost zero."""
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         difference = (got[name] - value).double().norm()
@@ -542,7 +542,7 @@ def assert_learners_agree(plain, turbo, tolerance, gradient_tolerance=None):
 
 
 def replay_in_order(learner):
-    """Let the turbo learner's updates take the buffer's first rows instead of random ones."""
+    """Make the turbo learner's updates use the buffer's first rows instead of random ones."""
     batch = learner.args.batch_size
     order = (torch.arange(batch, dtype=torch.float64, device=learner.device) + 0.5) / batch
     order.uniform_ = lambda: order  # `update` draws no others
@@ -551,14 +551,14 @@ def replay_in_order(learner):
 
 
 def fill_replay(learner, seed=0):
-    """Fill the turbo learner's replay buffer with normal noise, flags of termination included."""
+    """Fill the turbo learner's replay buffer with normal noise, including termination flags."""
     generator = torch.Generator().manual_seed(seed)
     learner.replay.rows.copy_(torch.randn(learner.replay.rows.shape, generator=generator))
     learner.replay.stored.fill_(len(learner.replay.rows))
 
 
 def feed_same_batches(plain, turbo, seed):
-    """Make both learners see the same batch at each update, and the same noise if they are seeded alike before it.
+    """Make both learners use the same batch at each update, and the same noise if seeded equally before it.
 
     Plain has to go first.
     """
@@ -596,7 +596,7 @@ def split_columns(rows, shapes):
 
 
 def saved(learner):
-    """The learner's state as it comes back from a file."""
+    """The learner's state after saving to a file and loading."""
     file = io.BytesIO()
     torch.save(learner.state_dict(), file)
     file.seek(0)
@@ -609,7 +609,7 @@ def scalars(folder, tag):
 
 
 def advance(learner, steps, seed=0):
-    """Step as `train` does, on random transitions; returns the actions, (steps, num_envs, act_dim)."""
+    """Step as `train` does, on random transitions; returns the actions (steps, num_envs, act_dim)."""
     generator, actions = np.random.default_rng(seed), []
     for _ in range(steps):
         learner.observe(**transitions(learner, generator))

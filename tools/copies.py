@@ -1,12 +1,12 @@
-"""Keeps what the scripts share the same text.
+"""Keeps the code that scripts share identical.
 
-python tools/copies.py                                             # names what has drifted apart
-python tools/copies.py leanrl/dqn.py                               # carries the text of this script to all others
-python tools/copies.py --add needed_guards leanrl/td3_mine.py ...  # adds a function or class that other scripts have
+python tools/copies.py                                             # list differences
+python tools/copies.py leanrl/dqn.py                               # copy the shared text of this script to all others
+python tools/copies.py --add needed_guards leanrl/td3_mine.py ...  # add a function or class that other scripts have
 
-One text in all scripts are functions, classes and constants of one name, the type and the help of a flag, and the
-version of a package. Networks, and the flags in which algorithms differ, are one text in plain and turbo alone. What is
-each script's own is listed below. Nothing but --add adds to a script, and nothing is taken away.
+Functions, classes and constants of the same name, types and helps of flags, and versions of packages are identical in
+all scripts. Networks and some flags are identical only in the plain and the turbo script of an algorithm. Exceptions
+are listed below. Only --add adds text to a script, and nothing removes any.
 """
 
 import ast
@@ -25,12 +25,12 @@ OWN_FLAGS |= {"num_steps", "num_minibatches"}
 
 
 def twins(path):
-    """The name that plain and turbo have in common."""
+    """The common name of a plain and a turbo script."""
     return path.stem.removesuffix("_torchcompile")
 
 
 def algorithm(path):
-    """The name that the scripts of an algorithm have in common: plain, turbo, and the one for several GPUs."""
+    """The common name of an algorithm's scripts: plain, turbo, and the one for several GPUs."""
     return twins(path).replace("multigpu", "envpool")
 
 
@@ -39,7 +39,7 @@ def is_network(node):
 
 
 def definitions(source):
-    """Functions and classes at the top of a script: by name, the node and the first and last line, counted from 0."""
+    """Top-level functions and classes of a script: by name, the node, first line and end line (as in a slice)."""
     places = {}
     for node in ast.parse(source).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -49,7 +49,7 @@ def definitions(source):
 
 
 def shared(path, source):
-    """Where the shared texts of a script begin and end; keys are equal where the text has to be."""
+    """Begin and end of the shared texts of a script; texts with equal keys must be equal."""
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     places = {}
     for name, (node, first, last) in definitions(source).items():
@@ -69,7 +69,7 @@ def shared(path, source):
 
 
 def flags(path, source, begin, end):
-    """Where types and helps of the flags are."""
+    """Begin and end of the types and helps of flags."""
     places = {}
     for field in re.compile(r"^    (\w+): (.+?) = .*  # (.*)$", re.M).finditer(source, begin, end):
         own = (twins(path),) if field[1] in OWN_FLAGS else ()
@@ -84,7 +84,7 @@ def texts(path, source):
 
 
 def drifted(sources):
-    """Names of what differs between scripts; `sources` are texts by path."""
+    """Names of shared texts that differ between scripts; `sources` are texts by path."""
     versions = {}
     for path, source in sources.items():
         for key, text in texts(path, source).items():
@@ -93,7 +93,7 @@ def drifted(sources):
 
 
 def carry(origin, source, path, target):
-    """The text `target` of the script at `path`, with the texts of the script `source` at `origin` where both share."""
+    """The script `target` at `path`, with its shared texts replaced by those of the script `source` at `origin`."""
     own = texts(origin, source)
     for key, (begin, end) in sorted(shared(path, target).items(), key=lambda item: -item[1][0]):
         if key in own:
@@ -104,7 +104,7 @@ def carry(origin, source, path, target):
 def add(name, source, target):
     """The script `target` with the function or class `name` of the script `source`.
 
-    It comes behind the nearest one that it also follows there, else before the nearest that it precedes.
+    It is inserted after the nearest definition that it also follows there, or before the nearest that it precedes.
     """
     theirs, ours = definitions(source), definitions(target)
     _, first, last = theirs[name]
@@ -139,7 +139,7 @@ def main(words):
     names = drifted({path: path.read_text() for path in paths})
     if names:
         print(f"these differ between scripts: {', '.join(names)}", file=sys.stderr)
-        print("carry the right text to all: python tools/copies.py SCRIPT", file=sys.stderr)
+        print("copy the right text to all: python tools/copies.py SCRIPT", file=sys.stderr)
         raise SystemExit(1)
 
 

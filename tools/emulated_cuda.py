@@ -1,15 +1,15 @@
-"""A CUDA device that the CPU plays, to test what code does with streams, events, pinned memory and CUDA graphs.
+"""A CUDA device emulated on the CPU, to test code that uses streams, events, pinned memory and CUDA graphs.
 
     with emulated_cuda(late=True) as device:  # torch.cuda.is_available() is True in here
         train(...)
     print(device.counts)
 
-Operators are queued, as on a card, and computed by the CPU's kernels: at once, or `late`, when the host waits and not
-before. What a program computes may not depend on that: where the two differ, a wait is missing. Tensors hold real
-memory, which is NaN until it is written, NaN in the host's copy until the copy has run, and NaN again where somebody
-frees what a graph still reads. doc/cuda_without_a_gpu.md has the rules, and what cannot be seen this way.
+Operators are queued, as on a GPU, and computed by CPU kernels: at once, or with `late`, only when the host waits. If
+the results differ between the two, a wait is missing. Tensors hold real memory. It is NaN until it is written, in a
+host copy until the copy has run, and again after memory is freed that a graph still reads. doc/cuda_without_a_gpu.md
+has the rules and the limits.
 
-This file needs nothing but torch: it can be copied.
+This file needs only torch and can be copied.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 aten = torch.ops.aten
-DEVICE = None  # the emulated device, while there is one
+DEVICE = None  # the emulated device, if it is active
 OPERATOR = {"operators": 1}
-FOREACH = (110, 64, 48, 36, 30)  # tensors that a kernel of a `_foreach_` operator takes, by its number of lists
+FOREACH = (110, 64, 48, 36, 30)  # maximum tensors per kernel of a `_foreach_` operator, by its number of lists
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 CAPTURING = "operation not permitted when stream is capturing"
 CUDA, CPU, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
@@ -35,17 +35,17 @@ CUDA, CPU, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("me
 class Device:
     """The state of the emulated device.
 
-    `counts` has operators launched by themselves, graph replays and the operators in them ("nodes"), the bytes that
-    both read and write, how many of both are matmuls or convolutions and of what sizes (see `cost`), copies and bytes
-    to the device ("h2d") and from it ("d2h"), and how often the host waited. A replay of a graph that draws random
-    numbers first launches two "fills", of their seed and offset.
+    `counts` has the operators launched outside of graphs, graph replays and the operators in them ("nodes"), the bytes
+    that all of these read and write, the number and sizes of matmuls and convolutions among them (see `cost`), copies
+    and bytes to the device ("h2d") and from it ("d2h"), and the number of times that the host waited. The replay of a
+    graph that draws random numbers first launches two "fills", of seed and offset.
     """
 
     def __init__(self, late, seed, draws_like_cpu):
         self.late = late
         self.draws_like_cpu = draws_like_cpu
         self.streams = []
-        self.order = random.Random(seed)  # in which streams run that do not wait for each other
+        self.order = random.Random(seed)  # random order of streams that do not wait for each other
         self.capture = None
         self.pinned = {}  # page-locked host memory, by address
         self.default_generator = self.generator = Generator()
@@ -55,8 +55,8 @@ class Device:
     def enqueue(self, run, prepare=None, counts=OPERATOR):
         """Queue `run` on the current stream, or record it in the graph that is being captured.
 
-        `prepare` is what the host does at each launch: it returns arguments for `run`. `counts` is what a launch counts
-        as, by name.
+        `prepare` runs on the host at each launch and returns the arguments of `run`. `counts` are the counts of a
+        launch, by name.
         """
         if self.capture is not None and self.current in self.capture.streams:
             self.capture.work.append((run, prepare, counts))
@@ -67,7 +67,7 @@ class Device:
         self.current.push(partial(run, *prepare()) if prepare else run)
 
     def wait(self, streams, operator=None):
-        """The host waits until `streams` have done all that was launched on them so far."""
+        """Make the host wait until `streams` have finished all work launched so far."""
         if self.capture is not None:
             raise RuntimeError(f"{CAPTURING}: {operator or 'a wait'}")
         if operator is not None and self.sync_debug_mode == "error":
@@ -113,7 +113,7 @@ class Device:
 
 
 class Generator(torch._C.Generator):
-    """Random numbers of the device: a seed, and the random operators launched since. Like a card's, the host counts."""
+    """Random numbers of the device: a seed and the count of random operators since, kept on the host as for a GPU."""
 
     def __init__(self):
         self.rng = (0, 0)
@@ -141,7 +141,7 @@ class Generator(torch._C.Generator):
 
 
 class AnyGenerator(type):
-    """What stands in for torch.Generator: it makes the device's and the host's, and both are instances of it."""
+    """Replaces torch.Generator: it creates generators of the device and of the host, and both are instances of it."""
 
     def __call__(cls, device="cpu"):
         return Generator() if is_cuda(device) else torch._C.Generator(device)
@@ -151,19 +151,19 @@ class AnyGenerator(type):
 
 
 class Stream:
-    """Work that is done in order: functions, and (stream, position) where it waits for another stream."""
+    """Work done in order: functions, and (stream, position) for waits on another stream."""
 
     def __init__(self, device=None, priority=0):
         self.device = CUDA
         self.queue = deque()
         self.launched = 0
         self.done = 0
-        self.freed = []  # memory that the next operator's results may take
+        self.freed = []  # memory that results of the next operators may reuse
         DEVICE.streams.append(self)
 
     def push(self, work):
         if not isinstance(work, tuple):
-            freed, self.freed = self.freed, []  # at once: the garbage collector may free more at any time
+            freed, self.freed = self.freed, []  # in one statement: the garbage collector may free more at any time
             self.queue.extend(partial(poison, memory) for memory in freed)
             self.launched += len(freed)
         self.queue.append(work)
@@ -193,7 +193,7 @@ class Stream:
     def wait_event(self, event):
         capture = DEVICE.capture
         if event.capture is not None and event.capture is capture:
-            capture.streams.setdefault(self)  # forks from the capture, or joins it again
+            capture.streams.setdefault(self)  # forks from the capture or rejoins it
             capture.unjoined.discard(event.stream)
             if self is not capture.origin:
                 capture.unjoined.add(self)
@@ -235,7 +235,7 @@ class Event:
         (stream or DEVICE.current).wait_event(self)
 
     def elapsed_time(self, end):
-        """Milliseconds of the host's clock: the emulated device has none."""
+        """Milliseconds by the host's clock: the emulated device has no clock."""
         return 1000 * (end.recorded - self.recorded)
 
     def synchronize(self):
@@ -250,19 +250,19 @@ class Event:
             raise RuntimeError(f"{CAPTURING}: asking for an event")
         if self.stream is None or self.stream.done >= self.position:
             return True
-        self.stream.run_one()  # who asks again and again is answered at last
+        self.stream.run_one()  # so that polling ends eventually
         return False
 
 
 class Pool:
-    """A graph's private memory; graphs that share it may reuse what nobody holds when their capture begins."""
+    """A graph's private memory. Graphs that share it may reuse memory that is free when their capture begins."""
 
     def __init__(self):
         self.free = []
 
 
 class CUDAGraph:
-    """What was launched while it was captured: each replay launches the same on the same memory."""
+    """The launches of a capture; each replay repeats them on the same memory."""
 
     def __init__(self, keep_graph=False):
         self.work = []
@@ -315,7 +315,7 @@ class CUDAGraph:
 
 @contextlib.contextmanager
 def graph(cuda_graph, pool=None, stream=None, capture_error_mode="global"):
-    """torch.cuda.graph: captures on a stream of its own, after all else is done."""
+    """torch.cuda.graph: captures on its own stream, after all other work has finished."""
     DEVICE.synchronize()
     with DEVICE.stream(stream or Stream()):
         cuda_graph.capture_begin(pool, capture_error_mode)
@@ -328,18 +328,18 @@ def graph(cuda_graph, pool=None, stream=None, capture_error_mode="global"):
 
 
 class Block:
-    """Memory of a tensor and all its views. When they are gone it is somebody else's, which NaN stands for."""
+    """Memory of a tensor and all its views. When they are gone, it is filled with NaN, as if reused."""
 
     def __init__(self, memory):
         self.device = DEVICE
         self.memory = memory
         self.stream = DEVICE.current
-        self.users = {}  # other streams that `record_stream` named
+        self.users = {}  # other streams, named by `record_stream`
         self.capture = DEVICE.capture if DEVICE.capture and DEVICE.current in DEVICE.capture.streams else None
         self.used_elsewhere = False
 
     def touch(self):
-        """Note who uses the memory: on its own stream, and in the graph it was made in, freeing it is safe."""
+        """Note the user of the memory. Freeing is safe for its own stream and for the graph that allocated it."""
         if DEVICE.capture is not None and DEVICE.current in DEVICE.capture.streams:
             self.used_elsewhere |= DEVICE.capture is not self.capture
         else:
@@ -350,7 +350,7 @@ class Block:
             return
         if self.capture is not None:
             self.capture.memory.free.append(self.memory)
-        elif self.users:  # reused once all of them are past this point, for which none of them waits
+        elif self.users:  # reused once all of them are past this point, without waiting for each other
             for stream in (self.stream, *self.users):
                 DEVICE.allocator.push((stream, stream.launched))
             DEVICE.allocator.push(partial(poison, self.memory))
@@ -359,7 +359,7 @@ class Block:
 
 
 def poison(memory):
-    """Make memory of the CPU hold what nobody can have meant."""
+    """Fill memory of the CPU with values that show misuse."""
     if memory.is_floating_point() or memory.is_complex():
         memory.fill_(float("nan"))
     elif memory.dtype is not torch.bool:
@@ -369,7 +369,7 @@ def poison(memory):
 class DeviceTensor(torch.Tensor):
     """A tensor on the emulated device: "cuda:0" for Python, "meta" for C++, so that autograd needs no CUDA build.
 
-    `memory` is its memory, a tensor on the CPU, which only the streams may touch; `block` says whose memory that is.
+    `memory` is a tensor on the CPU that only the streams may access; `block` is the owner of this memory.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -388,7 +388,7 @@ class DeviceTensor(torch.Tensor):
     data = property(lambda self: self.detach(), lambda self, value: self.set_data(value))
 
     def set_data(self, value):
-        """`tensor.data = value`: the same memory from now on."""
+        """`tensor.data = value`: use the memory of `value` from now on."""
         torch.Tensor.data.__set__(self, value)
         self.memory, self.block = value.memory, value.block
 
@@ -413,7 +413,7 @@ class DeviceTensor(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, protocol):
-        return self.cpu().__reduce_ex__(protocol)  # as torch.save does it
+        return self.cpu().__reduce_ex__(protocol)  # like torch.save
 
     def __format__(self, form):
         return format(self.item(), form) if self.dim() == 0 else super().__format__(form)
@@ -436,7 +436,7 @@ def tensors_in(values):
 
 
 def replaced(values, function):
-    """Arguments of an operator with `function(tensor)` in the place of each tensor."""
+    """Arguments of an operator, with each tensor replaced by `function(tensor)`."""
     if isinstance(values, torch.Tensor):
         return function(values)
     if isinstance(values, (list, tuple)):
@@ -449,12 +449,12 @@ def memory_of(tensor):
 
 
 def on_meta(tensor):
-    """A tensor of C++'s meta device of the same form."""
+    """A tensor of the same form on C++'s meta device."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def form(value):
-    """All that the form of an operator's results can depend on in an argument of it; hashable."""
+    """Everything in an argument that the form of an operator's results can depend on; hashable."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
@@ -467,12 +467,12 @@ COSTS = {}
 
 
 def signature(operator, args, kwargs):
-    """All that the form of an operator's results, and what it costs, can depend on; hashable."""
+    """Everything that the form of an operator's results and its costs can depend on; hashable."""
     return operator, form(args), *[(name, form(value)) for name, value in kwargs.items()]
 
 
 def result_forms(key, operator, args, kwargs):
-    """What an operator will return: tensors on C++'s meta device, alone or several. The operator is not run."""
+    """The results of an operator as a tensor or tensors on C++'s meta device, without running it."""
     if key not in FORMS:
         with torch._C._DisableTorchDispatch():
             FORMS[key] = operator(*replaced(args, on_meta), **{k: replaced(v, on_meta) for k, v in kwargs.items()})
@@ -481,7 +481,7 @@ def result_forms(key, operator, args, kwargs):
 
 @cache
 def traits(operator):
-    """Of an operator: what it does with memory, whether it draws random numbers, whether its result needs the host."""
+    """Traits of an operator: its effect on memory, whether it draws random numbers, whether the host waits for it."""
     schema = operator._schema
     aliases = [returned.alias_info for returned in schema.returns]
     if torch.Tag.inplace_view in operator.tags:
@@ -500,7 +500,7 @@ def traits(operator):
 
 
 def dispatch(operator, args, kwargs):
-    """Do with an operator what a card would."""
+    """Handle an operator as a GPU would."""
     packet = operator.overloadpacket
     kind, random_numbers, needs_host = traits(operator)
     if packet is aten.copy_:
@@ -511,7 +511,7 @@ def dispatch(operator, args, kwargs):
         target, indices, *rest = args
         if isinstance(target, DeviceTensor):  # indices may be on the host
             args = (target, [None if i is None else to_device(i) for i in indices], *rest)
-        fills = rest and rest[0].numel() == 1  # by a kernel that takes the mask
+        fills = rest and rest[0].numel() == 1  # with a kernel that takes the mask
         needs_host = not fills and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
     takes_numbers = torch.Tag.pointwise in operator.tags or packet in (aten.index_put, aten.index_put_)
     for tensor in tensors_in([*args, *kwargs.values()]):
@@ -525,7 +525,7 @@ def dispatch(operator, args, kwargs):
         return replaced(out, DeviceTensor)
     if kind == "reshapes":
         tensor = args[0]
-        tensor.memory = tensor.memory.detach()  # what is queued keeps the form it was launched with
+        tensor.memory = tensor.memory.detach()  # queued work keeps the form at its launch
         with torch._C._DisableTorchDispatch():
             operator(tensor, *args[1:], **kwargs)
             operator(tensor.memory, *args[1:], **kwargs)
@@ -537,20 +537,20 @@ def dispatch(operator, args, kwargs):
 
 
 def launch(operator, args, kwargs, kind, random_numbers):
-    """Allocate what an operator returns, and queue the operator itself."""
+    """Allocate an operator's results, and queue the operator."""
     key = signature(operator, args, kwargs)
     if kind == "writes":
         results = written(operator, args, kwargs)
     else:
         results = replaced(result_forms(key, operator, args, kwargs), allocate)
     if kind == "allocates" or (kind == "computes" and not any(x.numel() for x in tensors_in([results]))):
-        return results  # nothing to compute, and so no kernel
+        return results  # nothing to compute, so no kernel
 
     on_host = {name: CPU if name == "device" and value is not None else value for name, value in kwargs.items()}
     if key not in COSTS:
         COSTS[key] = cost(operator.overloadpacket.__name__, args, results)
     counts = COSTS[key]
-    # a host's number is read now, as an argument of the kernel
+    # a number on the host is read now, as an argument of the kernel
     args, on_host = replaced(args, frozen), {name: replaced(value, frozen) for name, value in on_host.items()}
     outputs = [] if kind == "writes" else [tensor.memory for tensor in tensors_in([results])]
 
@@ -567,13 +567,13 @@ def launch(operator, args, kwargs, kind, random_numbers):
 
 
 def cost(name, args, results):
-    """What an operator counts as: bytes read and written, and for a matmul also "matmul BxMxNxK".
+    """The counts of an operator: bytes read and written, and for a matmul also "matmul BxMxNxK".
 
-    That is a batch of B products of M by K with K by N; a convolution counts as the product that it can be written as.
+    This means B products of M by K with K by N; a convolution counts as the equivalent matmul.
     """
     tensors = list(tensors_in([*args, results]))
     sizes = [tensor.nbytes for tensor in tensors]
-    if "index" in name or name == "gather":  # reads or writes only a part of the tensor that it indexes
+    if "index" in name or name == "gather":  # reads or writes only a part of the indexed tensor
         whole = tensors[0].nbytes
         sizes = [min(size, max((other for other in sizes if other != whole), default=whole)) for size in sizes]
     counts = Counter(operators=1, bytes=sum(sizes))
@@ -587,9 +587,9 @@ def cost(name, args, results):
 
 
 def foreach_kernels(lists):
-    """How many kernels CUDA launches for a `_foreach_` operator on these lists of tensors.
+    """The number of kernels that CUDA launches for a `_foreach_` operator on these lists of tensors.
 
-    They are few where tensors at the same place have the same form and no gaps; else there is one for each.
+    A few suffice if tensors at the same position have the same form and no gaps; otherwise it is one per tensor.
     """
     alike = [{form(tensor) for tensor in tensors} for tensors in zip(*lists, strict=True)]
     if any(len(forms) > 1 for forms in alike) or not all(map(is_dense, lists[0])):
@@ -599,13 +599,13 @@ def foreach_kernels(lists):
 
 
 def is_dense(tensor):
-    """Whether a tensor's numbers lie next to each other, in some order."""
+    """Whether a tensor's elements are contiguous in memory in some order."""
     steps = [(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return sum(steps) + 1 == tensor.numel()
 
 
 def matmuls(name, args, results):
-    """The sizes (B, M, N, K) of the matmuls that an operator stands for."""
+    """The sizes (B, M, N, K) of the matmuls in an operator."""
     if "convolution" not in name:
         *_, a, b = tensors_in(args)
         yield (*a.shape[:-2], 1)[0], a.shape[-2], b.shape[-1], a.shape[-1]
@@ -613,13 +613,13 @@ def matmuls(name, args, results):
     weight = args[2] if "backward" in name else args[1]
     output = args[0] if "backward" in name else results
     sizes = 1, output.numel() // output.shape[1], weight.shape[0], weight[0].numel()
-    for needed in args[-1][:2] if "backward" in name else [True]:  # gradients of the input and of the weight
+    for needed in args[-1][:2] if "backward" in name else [True]:  # gradients of input and weight
         if needed:
             yield sizes
 
 
 def allocate(meta):
-    """A tensor of this form on the device, not initialized."""
+    """An uninitialized tensor of this form on the device."""
     memory = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
     poison(memory)
     return DeviceTensor(memory)
@@ -630,7 +630,7 @@ def frozen(tensor):
 
 
 def written(operator, args, kwargs):
-    """The arguments that an operator returns after it has written to them."""
+    """The arguments that an operator writes to and returns."""
     named = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
     by_alias = {}
     for argument in operator._schema.arguments:
@@ -644,7 +644,7 @@ def written(operator, args, kwargs):
 
 @contextlib.contextmanager
 def seeded(seed):
-    """Let the CPU's generator stand for the device's."""
+    """Use the CPU's generator in place of the device's."""
     generator = torch.default_generator
     state = generator.get_state()
     generator.manual_seed(seed)
@@ -664,12 +664,12 @@ def pin(tensor):
 
 
 def is_direct(on_host, on_device):
-    """Whether a copy needs no other memory of the host, which would not be pinned."""
+    """Whether a copy needs no temporary host memory, which would not be pinned."""
     return is_pinned(on_host) and on_host.is_contiguous() and on_host.dtype is on_device.dtype
 
 
 def copy_(target, source, non_blocking=False):
-    """target.copy_(source), on the device or from one side to the other."""
+    """target.copy_(source), on the device or between host and device."""
     if not isinstance(source, torch.Tensor):
         return target.fill_(source)
     for tensor in (target, source):
@@ -703,7 +703,7 @@ def copy_(target, source, non_blocking=False):
 
 
 def to_device(tensor, non_blocking=False, dtype=None):
-    """A tensor of the host, or what Python numbers became, on the device."""
+    """A tensor of the host, or one made from Python numbers, on the device."""
     if isinstance(tensor, DeviceTensor):
         return tensor if dtype is None else tensor.to(dtype)
     made = allocate(torch.empty_like(tensor, dtype=dtype))
@@ -713,19 +713,19 @@ def to_device(tensor, non_blocking=False, dtype=None):
 
 
 def to_host(operator, args, kwargs):
-    """An operator on tensors of the device with device="cpu": a copy, or a new tensor of the same shape."""
+    """An operator on device tensors with device="cpu": a copy, or a new tensor of the same shape."""
     if operator.overloadpacket is not aten._to_copy:
         return operator(*replaced(args, memory_of), **kwargs)
     (source,) = args
     dtype = kwargs.get("dtype") or source.dtype
     target = torch.empty_like(source.memory, dtype=dtype)
-    if kwargs.get("non_blocking"):  # torch makes the copy in pinned memory
+    if kwargs.get("non_blocking"):  # torch copies to pinned memory
         pin(target)
     return copy_(target, source, kwargs.get("non_blocking", False))
 
 
 def is_cuda(device):
-    """Whether this names the device, which has the number 0."""
+    """Whether this names the device, which has index 0."""
     if not isinstance(device, (str, torch.device, int)) or isinstance(device, bool):
         return False
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -735,7 +735,7 @@ def is_cuda(device):
 
 
 class Functions(TorchFunctionMode):
-    """Catches what names the device, or pinned memory."""
+    """Intercepts functions that name the device or pinned memory."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -773,9 +773,9 @@ class Functions(TorchFunctionMode):
 
 
 class Operators(TorchDispatchMode):
-    """Catches operators that make tensors on the device out of nothing, inside of autograd's formulas too."""
+    """Intercepts operators that create tensors on the device, also within autograd's formulas."""
 
-    _should_skip_dynamo = classmethod(lambda cls: False)  # which takes time at each call, and Dynamo is not here
+    _should_skip_dynamo = classmethod(lambda cls: False)  # it takes time at each call, and Dynamo is not used here
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -789,7 +789,7 @@ class Operators(TorchDispatchMode):
 
 
 def outside(function):
-    """`function` as it is without an emulated device, for what uses C++'s meta device itself."""
+    """`function` as without an emulated device, for code that uses C++'s meta device itself."""
 
     def call(*args, **kwargs):
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -800,11 +800,11 @@ def outside(function):
 
 @contextlib.contextmanager
 def emulated_cuda(late=True, seed=0, draws_like_cpu=False):
-    """Within it there is a CUDA device, which it yields, a `Device`.
+    """Context manager with an emulated CUDA device; yields the `Device`.
 
-    `late`: operators run when the host waits for them, not when they are launched. `seed` chooses the order in which
-    streams run that do not wait for each other. `draws_like_cpu`: random operators draw the numbers that they would
-    draw on the CPU, to compare a run there with one here; not with `late` or graphs.
+    `late`: operators run when the host waits for them instead of at launch. `seed` determines the order of streams that
+    do not wait for each other. `draws_like_cpu`: random operators draw the same numbers as on the CPU, to compare runs;
+    not with `late` or graphs.
     """
     global DEVICE
     outer = DEVICE
@@ -816,7 +816,7 @@ def emulated_cuda(late=True, seed=0, draws_like_cpu=False):
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": is_cuda,  # which raises an error for any other
+        "set_device": is_cuda,  # raises an error for any other device
         "get_device_name": lambda device=None: "emulated CUDA device",
         "mem_get_info": lambda device=None: (2**34, 2**34),
         "empty_cache": lambda: None,

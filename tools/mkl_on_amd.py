@@ -1,12 +1,11 @@
-"""Let MKL, the matrix library inside of torch for x86, use AVX-512 on AMD processors: matmuls twice as fast on a CPU.
+"""Let MKL, torch's matrix library on x86, use AVX-512 on AMD processors, where matmuls can be twice as fast.
 
     LD_PRELOAD=$(python tools/mkl_on_amd.py) python leanrl/sac_continuous_action_torchcompile.py --compile
 
-MKL asks two functions of its own whether the processor is Intel's. If not, it takes its AVX2 kernels, although the
-processor has AVX-512. This program builds a shared library with two functions of these names that say yes, and prints
-its path; a preloaded library comes before MKL's own functions. Results are the same up to rounding. It changes nothing
-on Intel processors, where the answer is yes anyway, nor where torch has no MKL. `./run.sh --mkl-on-amd` measures
-what it gains on this machine.
+Two functions of MKL check whether the processor is from Intel. If it is not, MKL uses AVX2 kernels, even if the
+processor has AVX-512. This program builds a shared library that overrides the two functions to return true, and prints
+its path. A preloaded library takes precedence over MKL. Results are equal up to rounding. It has no effect on Intel
+processors or if torch has no MKL. `./run.sh --mkl-on-amd` measures the gain on this machine.
 """
 
 import os
@@ -23,7 +22,7 @@ int mkl_serv_intel_cpu(void) { return 1; }
 
 
 def library():
-    """The path of the library, which is built where it is missing; OSError or CalledProcessError if it cannot be."""
+    """The path of the library, built if missing; OSError or CalledProcessError if that fails."""
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leanrl" / "libmkl_on_amd.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +36,7 @@ def library():
 
 
 def is_for_this_machine():
-    """Whether torch has MKL here."""
+    """Whether torch uses MKL on this machine."""
     return platform.system() == "Linux" and platform.machine() == "x86_64"
 
 

@@ -1,12 +1,12 @@
-"""Run scripts of CleanRL, or of the LeanRL of 2024, unchanged: peers that come from a checkout, not from a package.
+"""Run scripts of CleanRL or of the LeanRL of 2024 unchanged: peers from a checkout instead of a package.
 
     git clone https://github.com/vwxyzjn/cleanrl && python3 -m venv cleanrl/.venv
     cleanrl/.venv/bin/pip install -r requirements/cleanrl.txt
     CLEANRL=cleanrl ./run.sh --modes plain compile cleanrl
 
 For the LeanRL of 2024, clone https://github.com/pytorch-labs/LeanRL, install requirements/leanrl-2024.txt and set
-LEANRL_2024. Both were written for the gymnasium of 2023, so each has an environment of its own, in .venv; MuJoCo's
-tasks are v4 there. A script logs its speed while it learns: from the second log on each log may end a time slice.
+LEANRL_2024. Both were written for the gymnasium of 2023, so each has its own environment in .venv, with v4 of MuJoCo's
+tasks. A script logs its speed during training. From the second log on, each log may end a time slice.
 """
 
 import importlib.metadata
@@ -23,7 +23,7 @@ from common import ROOT
 from common.arguments import stop
 from common.slices import SLICES, TimeSlices
 
-VARIABLES = {"cleanrl": "CLEANRL", "leanrl-2024": "LEANRL_2024"}  # they name the folders of the checkouts
+VARIABLES = {"cleanrl": "CLEANRL", "leanrl-2024": "LEANRL_2024"}  # variables with the folders of the checkouts
 PACKAGES = ("torch", "tensordict", "gymnasium", "numpy", "mujoco", "envpool")
 
 
@@ -35,7 +35,7 @@ def python(peer):
 
 
 def start(peer="", *words):
-    """Become the checkout's Python, in which `train` runs with the same words."""
+    """Replace this process by the checkout's Python, which calls `train` with the same words."""
     if peer not in VARIABLES:
         stop(f"checkouts.py {peer}: choose {' or '.join(VARIABLES)}")
     path = python(peer)
@@ -49,7 +49,7 @@ def start(peer="", *words):
 
 
 def train(peer, checkout, algo, *words):
-    """Run a script with the flags of ours, and write summary.json as our scripts do."""
+    """Run a script with the flags of ours, and write summary.json like our scripts."""
     import torch
 
     flags = dict(word.removeprefix("--").split("=") for word in words if word != SLICES)
@@ -85,7 +85,7 @@ def train(peer, checkout, algo, *words):
 
 
 def watch_cleanrl(algo, folder, on_log):
-    """CleanRL's script and flags. It will write its events to `folder`."""
+    """CleanRL's script and flags; the script writes its events to `folder`."""
     from torch.utils import tensorboard
 
     class Writer(tensorboard.SummaryWriter):
@@ -102,7 +102,7 @@ def watch_cleanrl(algo, folder, on_log):
 
 
 def watch_leanrl(algo, folder, on_log):
-    """The script of the LeanRL of 2024, and its flags. It logs to W&B alone, which is left out here."""
+    """The script of the LeanRL of 2024 and its flags. It logs only to W&B, which is replaced here."""
     import torch
 
     sys.modules["wandb"] = SimpleNamespace(init=lambda **settings: None, log=lambda values, step: on_log(step))
@@ -111,13 +111,13 @@ def watch_leanrl(algo, folder, on_log):
 
 
 def versions():
-    """Versions of those of PACKAGES that are installed."""
+    """Versions of the installed PACKAGES."""
     installed = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
     return {name: importlib.metadata.version(name) for name in PACKAGES if name in installed}
 
 
 def commit(checkout):
-    """The commit that is checked out, or None."""
+    """The checked-out commit, or None."""
     command = ["git", "-C", checkout, "rev-parse", "--short", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 

@@ -1,8 +1,8 @@
-"""Train with one script in time slices, interleaved with other processes: all of them see the same machine.
+"""Train with one script in time slices, interleaved with other processes, so that all run under equal conditions.
 
     python -m benchmark.speed.interleaved sac_continuous_action_torchcompile --compile
 
-rounds.py starts this program once for each mode. By hand, Enter begins the next slice.
+rounds.py starts this program once for each mode. When started by hand, Enter begins the next slice.
 """
 
 import json
@@ -16,7 +16,7 @@ from common.steady import Clock
 
 
 def main(name, *flags, train=scripts.train):
-    """Train with the script `name` in time slices, which begin and end at logs, once the run is warm."""
+    """Train with the script `name` in time slices. These begin and end at logs, once the run is warm."""
     script = scripts.load(name)
     args = tyro.cli(script.Args, args=flags)
     slices = TimeSlices(args.total_timesteps)
@@ -30,7 +30,7 @@ def main(name, *flags, train=scripts.train):
     train(script, args, on_start=on_start)
     (clock,) = clocks
     path = clock.run.folder / "summary.json"
-    summary = json.loads(path.read_text())  # which has counted the others' slices too
+    summary = json.loads(path.read_text())  # its times include the slices of other processes
     summary |= {"steady_sps": slices.steps_per_second, "warmup_seconds": clock.warmup_seconds}
     summary |= {"wall_seconds": summary["wall_seconds"] - slices.waited}
     summary["slice_speeds"] = [steps / seconds for steps, seconds in slices.done]

@@ -1,18 +1,18 @@
-"""Measure every algorithm in every mode with every seed, and keep the results as data under results/<machine>/.
+"""Measure every algorithm in every mode with every seed, and store the results under results/<machine>/.
 
     python -m benchmark.speed --dry-run  # print the commands
     python -m benchmark.speed            # speed: rounds in which the modes are interleaved (rounds.py)
     python -m benchmark.speed --quick    # the same in less time
     python -m benchmark.speed --learn    # learning curves, at the published budgets
 
-Learning runs are many: --algos, --env-ids, --modes and --seeds choose some, and --parallel runs several at once. What
-they take is printed first.
+There are many learning runs: select some with --algos, --env-ids, --modes and --seeds, and run multiple at once with
+--parallel. Their expected time is printed first.
 
-A result is the JSON file of a run: speed/<algo>/<env_id>/<mode>/<seed>.json, or quick/... or learning/... . Where the
-run crashed it names the log ("failed"). Run the same command again to continue: a round is not run again if all its
-results are there, and of the same commands. To repeat it delete them. Learning runs end with a checkpoint when the
-command is interrupted (Ctrl-C, SIGTERM, SIGHUP), and resume from it. At the end tables and figures are made of all that
-is in results/, as by `python -m benchmark.report`.
+A result is the JSON file of a run: speed/<algo>/<env_id>/<mode>/<seed>.json, quick/... or learning/... . For a run that
+crashed, it names the log ("failed"). Run the same command again to continue: rounds with all results from the same
+commands are skipped. Delete results to repeat a round. If the command is interrupted (Ctrl-C, SIGTERM, SIGHUP),
+learning runs save a checkpoint, from which they resume. At the end, tables and figures are made from results/, as by
+`python -m benchmark.report`.
 """
 
 import contextlib
@@ -47,12 +47,12 @@ from tools import mkl_on_amd
 
 try:
     from benchmark.report import pages
-except ImportError as error:  # not after hours
+except ImportError as error:  # now instead of after hours
     stop(f"python -m benchmark.speed: pip install -r requirements/test.txt ({error})")
 
 SPANS = {"an hour": 1, "a night": 10}  # hours
-LEFT_OUT = ("slice_speeds", "run_dir", "resume")  # of what a run says of itself: the latter two are paths
-START_SECONDS = {True: 50, False: 10}  # of a mode with and without --compile, to tell how long a matrix takes
+LEFT_OUT = ("slice_speeds", "run_dir", "resume")  # of a run's summary and config; the latter two are paths
+START_SECONDS = {True: 50, False: 10}  # of a mode with and without --compile, to estimate the time of a matrix
 
 
 @dataclass
@@ -60,30 +60,30 @@ class Args(rounds.RunArgs):
     algos: tuple[str, ...] = tuple(ALGORITHMS)
     """names of the plain scripts, without .py"""
     env_ids: tuple[str, ...] | None = None
-    """environments, for all algorithms (by default each algorithm's in algorithms.py)"""
+    """environments for all algorithms (default: each algorithm's in algorithms.py)"""
     modes: tuple[str, ...] | None = None
-    """modes to run, and peers: sb3, sbx, cleanrl and leanrl-2024 (by default all; --quick without peers; --learn plain
-    and the fastest); a mode that needs a CUDA device or packages that are not there is left out"""
+    """modes to run, and peers: sb3, sbx, cleanrl, leanrl-2024 (default: all; with --quick no peers; with --learn plain
+    and the fastest); modes that need a missing CUDA device or package are skipped"""
     mkl_on_amd: bool = False
     """also measure modes with tools/mkl_on_amd.py, which speeds up matmuls on AMD processors"""
     seeds: tuple[int, ...] | None = None
-    """one round of all modes for each (by default 21 31 41)"""
+    """seeds, with one round of all modes for each (default: 21 31 41)"""
     quick: bool = False
-    """half an hour on 2 cores: fewer steps, seed 21 alone, no peers"""
+    """fewer steps, only seed 21, no peers: half an hour on 2 cores"""
     learn: bool = False
-    """learning curves instead of speed: each run by itself, at the published budget"""
+    """learning curves instead of speed: separate runs at the published budget"""
     parallel: int = 1
-    """learning runs at a time; each gets an equal part of the cores"""
+    """number of simultaneous learning runs, which share the cores equally"""
     out: Path = RESULTS
-    """folder for the results; those of other flags, such as another precision, need one of their own"""
+    """folder for the results; use a separate one for other flags, such as another precision"""
     run_dir: Path = Path("runs/matrix")
-    """folder for the runs and their logs, which one command uses at a time"""
+    """folder for the runs and their logs, used by one command at a time"""
     dry_run: bool = False
-    """print the commands and run nothing"""
+    """print the commands without running them"""
 
 
 class Job:
-    """What runs at a time: a speed round of an algorithm's modes with one seed."""
+    """A unit of work: a speed round of an algorithm's modes with one seed."""
 
     learn = False
 
@@ -109,7 +109,7 @@ class Job:
         if args.parallel > 1:
             self.args.flags += f" --threads={max(1, os.cpu_count() // args.parallel)}"
         self.starting = {mode: START_SECONDS["compile" in mode] for mode in modes}
-        self.slice = steps / algorithm.speed / 60  # or longer, and fewer of them
+        self.slice = steps / algorithm.speed / 60  # or longer and fewer
         speeds = [algorithm.compiled if self.learn and "compile" in mode else algorithm.speed for mode in modes]
         self.seconds = sum(self.starting.values()) + sum(steps / speed for speed in speeds)
 
@@ -117,14 +117,14 @@ class Job:
         return self.args.run_dir / mode / str(self.seed)
 
     def command(self, mode):
-        """The words behind `python`."""
+        """The arguments of `python`."""
         return rounds.command(self.args, self.programs[mode], self.seed, self.folder(mode))
 
     def result_path(self, out, mode):
         return out / self.kind / self.algo / plain_name(self.env_id) / mode / f"{self.seed}.json"
 
     def finished(self, out):
-        """Whether all modes have results of these commands."""
+        """Whether all modes have results from these commands."""
         for mode in self.modes:
             path = self.result_path(out, mode)
             if not path.exists():
@@ -135,17 +135,17 @@ class Job:
         return True
 
     def clear(self):
-        """Remove what an interrupted run has left."""
+        """Remove the files of an interrupted run."""
         for mode in self.modes:
             shutil.rmtree(self.folder(mode), ignore_errors=True)
 
     def run(self, on_slice):
-        """Train; the modes' exit codes."""
+        """Train; returns the exit codes of the modes."""
         self.clear()
         return rounds.run_round(self.args, self.programs, self.seed, on_slice)
 
     def results(self, statuses, machine):
-        """The modes' results, after `run`."""
+        """The results of the modes, after `run`."""
         results = {mode: self.result(mode, statuses[mode]) | {"machine": machine} for mode in self.modes}
         plain = results.get("plain", {}).get("summary", {})
         for result in results.values():  # of the same round: speeds of other rounds are no baseline
@@ -172,12 +172,12 @@ class Job:
         return result
 
     def summary(self, mode):
-        """What the run has written at its end, or None."""
+        """The run's summary, or None if it has none."""
         return next(self.folder(mode).glob("*/summary.json"), None)
 
 
 class LearningRun(Job):
-    """A run of one mode, the script by itself. One that was interrupted and resumed has parts."""
+    """A run of one mode, without interleaving. A run that was interrupted and resumed has parts."""
 
     learn = True
 
@@ -190,7 +190,7 @@ class LearningRun(Job):
         return rounds.command(self.args, program, self.seed, self.folder(mode))
 
     def start(self):
-        """Start to train with empty caches, or resume a script of ours that was interrupted."""
+        """Start training with empty caches, or resume an interrupted script of ours."""
         (self.mode,) = self.modes
         self.monitor = Monitor(self.args.monitor)
         words = self.command(self.mode)
@@ -209,23 +209,23 @@ class LearningRun(Job):
         self.watching.enter_context(self.monitor.watching(self.mode, self.process.pid))
 
     def statuses(self):
-        """The mode's exit code; None as long as it trains."""
+        """The exit code of the mode; None while it trains."""
         status = self.process.poll()
         return None if status is None else {self.mode: status}
 
     def stop(self):
-        """Have the script write a checkpoint and end."""
+        """Have the script save a checkpoint and end."""
         if self.process.poll() is None:
             self.process.terminate()
 
     def end(self):
-        """Save what the monitor has seen; a process that still trains is killed."""
+        """Save the monitor's samples; kill the process if it still trains."""
         end(self.process)
         self.watching.close()
         self.monitor.save(self.mode, self.folder(self.mode))
 
     def parts(self, mode):
-        """The summaries of a run and of those it resumed, in order."""
+        """The summaries of a run and of the runs it resumed, in order."""
         return sorted(self.folder(mode).glob("*/summary.json"), key=steps_of)
 
     def summary(self, mode):
@@ -244,7 +244,7 @@ class LearningRun(Job):
 
 
 def plain_name(env_id):
-    """An environment's name as a folder's."""
+    """An environment's name in a form for folders."""
     return env_id.replace("/", "-")
 
 
@@ -254,12 +254,12 @@ def shown(command):
 
 
 def steps_of(summary):
-    """How far the run of a summary.json came."""
+    """The steps of the run of a summary.json."""
     return read(summary)["global_step"]
 
 
 def jobs(args):
-    """All that is to be run: seed by seed, so that the first table is there soon."""
+    """All jobs, ordered by seed, so that a first table is available early."""
     for i, seed in enumerate(args.seeds):
         for algo in args.algos:
             modes = [mode for mode in args.modes if mode in rounds.modes_of(algo)]
@@ -275,7 +275,7 @@ def jobs(args):
 
 
 def progress(todo, left):
-    """A progress bar that counts the expected seconds of jobs; those that are not in `left` are finished."""
+    """A progress bar that counts the expected seconds of jobs; jobs that are not in `left` are finished."""
     bar_format = "{l_bar}{bar}| {elapsed}, {remaining} left{postfix}"
     total = sum(job.seconds for job in todo)
     initial = total - sum(job.seconds for job in left)
@@ -283,7 +283,7 @@ def progress(todo, left):
 
 
 def measure(todo, out, here):
-    """Run all rounds that are not finished."""
+    """Run all unfinished rounds."""
     left = [job for job in todo if not job.finished(out)]
     with progress(todo, left) as bar:
         for job in left:
@@ -298,7 +298,7 @@ def measure(todo, out, here):
 
 
 def learn(todo, out, here, parallel):
-    """Run all learning runs that are not finished, `parallel` at a time."""
+    """Run all unfinished learning runs, `parallel` at a time."""
     left = [job for job in todo if not job.finished(out)]
     with progress(todo, left) as bar:
         running = []
@@ -322,7 +322,7 @@ def learn(todo, out, here, parallel):
 
 
 def stop_all(running):
-    """Have learning runs write their checkpoints and end."""
+    """Have learning runs save their checkpoints and end."""
     for job in running:
         job.stop()
     for job in running:
@@ -338,7 +338,7 @@ def keep(job, results, out):
 
 
 def what_fits(todo):
-    """How long learning runs take, and which of them fit into an hour and into a night, the shortest first."""
+    """Text on the time of learning runs, and on those that fit into an hour and a night, the shortest first."""
     groups = {}
     for job in todo:
         name = f"{job.algo} {job.env_id} {job.modes[0]}"
@@ -355,7 +355,7 @@ def what_fits(todo):
 
 
 def missing(mode):
-    """What a mode needs and this machine has not, or None."""
+    """A mode's requirement that this machine does not meet, or None."""
     if rounds.needs_device(mode):
         return "a CUDA device"
     if mode in rounds.MKL_MODES and torch.cuda.is_available():
@@ -376,7 +376,7 @@ def missing(mode):
 
 
 def is_published(out):
-    """Whether the documentation is made of the results in folder `out`."""
+    """Whether the documentation is made from the results in the folder `out`."""
     return out.resolve() == RESULTS
 
 
@@ -390,7 +390,7 @@ def check_names(env_ids):
 
 
 def complete(args):
-    """Check the arguments and give those that were left out their values."""
+    """Check the arguments and fill in defaults."""
     check("algos", args.algos, ALGORITHMS)
     distinct(args, "algos", "env_ids", "modes", "seeds")
     from_low(1, args, "total_timesteps", "num_envs")

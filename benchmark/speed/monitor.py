@@ -1,4 +1,4 @@
-"""How busy a process keeps the processor and the card, sampled twice a second while it runs."""
+"""The load of a process on CPU and GPU, sampled twice a second while it runs."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ GPU_COLUMNS = ["gpu_percent", "gpu_memory_mib", "gpu_watts"]
 
 
 class Monitor:
-    """Samples of several interleaved processes, each with a clock of its own that runs during its time slices."""
+    """Samples of multiple interleaved processes, each with its own clock, which runs during its time slices."""
 
     def __init__(self, on):
         self.on = on
@@ -29,7 +29,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def watching(self, name, pid):
-        """Add samples of process `pid` and those that it has started to those of `name`, while this context lasts."""
+        """Context manager that samples process `pid` and its children, and adds the samples to those of `name`."""
         if not self.on:
             yield
             return
@@ -45,7 +45,7 @@ class Monitor:
             self.seconds[name] += time.perf_counter() - begin
 
     def sample(self, name, pid, begin, over):
-        """Sample until `over` is set: a slice that is shorter than INTERVAL leaves nothing."""
+        """Sample until `over` is set; a slice shorter than INTERVAL leaves no samples."""
         last, last_cpu = begin, cpu_seconds(pid)
         while not over.wait(INTERVAL):
             now, cpu = time.perf_counter(), cpu_seconds(pid)
@@ -54,12 +54,12 @@ class Monitor:
             last, last_cpu = now, cpu
 
     def save(self, name, folder):
-        """Write the table of `name` to monitor.json in `folder`, if this monitor is on."""
+        """Write the table of `name` to monitor.json in `folder`, if the monitor is enabled."""
         if self.on:
             (folder / "monitor.json").write_text(json.dumps(self.table(name)))
 
     def table(self, name):
-        """Columns and at most ROWS rows, each a mean over as many samples."""
+        """Columns and at most ROWS rows, each the mean over an equal number of samples."""
         rows = self.samples[name]
         parts = np.array_split(np.array(rows), min(len(rows), ROWS)) if rows else []
         means = [[round(float(value), 2) for value in part.mean(0)] for part in parts]
@@ -67,7 +67,7 @@ class Monitor:
 
 
 class Card:
-    """The first card, as NVML sees it: all that runs on it, not one process alone."""
+    """The first GPU as reported by NVML, with the load of all processes on it."""
 
     def __init__(self):
         try:
@@ -79,7 +79,7 @@ class Card:
         self.handle = self.nvml.nvmlDeviceGetHandleByIndex(0)
 
     def sample(self):
-        """What GPU_COLUMNS names: share of time with a kernel at work, MiB in use, watts."""
+        """The values of GPU_COLUMNS: share of time with a running kernel, MiB in use, watts."""
         return [
             self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu,
             self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used / 2**20,
@@ -88,7 +88,7 @@ class Card:
 
 
 def cpu_seconds(pid):
-    """Processor time of a process, of those that it has started and of those that it has waited for."""
+    """CPU time of a process, its children, and terminated children that it has waited for."""
     seconds = 0.0
     with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
         process = psutil.Process(pid)

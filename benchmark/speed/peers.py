@@ -3,9 +3,9 @@
     ./run.sh --algos sac_continuous_action --modes plain eager compile sb3 sbx
     python -m benchmark.speed.peers --settings
 
-The peers are sb3, Stable-Baselines3 with sb3-contrib, in PyTorch, and sbx, the same algorithms in JAX. They are
-measured interleaved with the modes of this repository. checkouts.py runs CleanRL. --settings
-prints the settings of each algorithm side by side: ours, and those that the peers' models report.
+The peers are sb3 (Stable-Baselines3 with sb3-contrib, in PyTorch) and sbx (the same algorithms in JAX), measured
+interleaved with the modes of this repository. checkouts.py runs CleanRL. --settings prints the settings of each
+algorithm in one table: ours, and those that the peers' models report.
 """
 
 import copy
@@ -46,7 +46,7 @@ except ImportError as error:
     stop(f"peers.py: pip install -r requirements/peers.txt ({error})")
 
 PACKAGES = {"sb3": ("stable-baselines3", "sb3-contrib", "torch"), "sbx": ("sbx-rl", "jax")}
-CLASSES = {algo: one.learner for algo, one in ALGORITHMS.items() if one.peers}  # learners', and mostly the peers'
+CLASSES = {algo: one.learner for algo, one in ALGORITHMS.items() if one.peers}  # of learners, and mostly of the peers
 OFF_POLICY = {name: name for name in ("batch_size", "learning_starts", "buffer_size", "gamma", "tau")}
 NAMES = {  # our flags, and the peers' names for them, as arguments and as attributes
     "PPO": {
@@ -81,11 +81,11 @@ FLAGS = (
     "learning_starts",
     "buffer_size",
 )
-BURNIN = 100  # environment steps from the first update to the first slice, in which the rest is compiled
+BURNIN = 100  # environment steps from the first update to the first slice, for remaining compilation
 
 
 class Games(VecEnv):
-    """A script's AtariEnvs for the peers, which want the next episode to start in the step that ends the one before."""
+    """A script's AtariEnvs for the peers, which expect an episode to start in the step that ends the previous one."""
 
     def __init__(self, script, args):
         self.envs = script.AtariEnvs(args, args.seed)
@@ -143,7 +143,7 @@ class Encoder(BaseFeaturesExtractor):
 
 
 class Watch(BaseCallback):
-    """Logs returns as our scripts do. With `slices`, ends time slices where a rollout begins, once the agent learns."""
+    """Logs returns like our scripts. With `slices`, ends time slices when a rollout starts, once the agent learns."""
 
     def __init__(self, folder, slices=None):
         super().__init__()
@@ -172,7 +172,7 @@ class Watch(BaseCallback):
 
 
 def check_args(peer, script, args):
-    """Refuse flags that would have another meaning for the peer, or none."""
+    """Refuse flags that have a different meaning or none for the peer."""
     defaults = script.Args()
     for name, value in vars(args).items():
         if name not in FLAGS and value != getattr(defaults, name):
@@ -182,7 +182,7 @@ def check_args(peer, script, args):
 
 
 def prepare(script, args):
-    """As the script's `prepare`, and give JAX, which must not be imported yet, torch's threads and float32 matmuls."""
+    """Like the script's `prepare`; also set JAX, not imported yet, to torch's threads and float32 precision."""
     device, _ = script.prepare(args)
     os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = args.matmul_precision
     os.environ["PJRT_NPROC"] = str(torch.get_num_threads())
@@ -194,7 +194,7 @@ def is_atari(script):
 
 
 def make_ours(algo, script, args):
-    """Our learner, with a replay buffer of next to no size."""
+    """Our learner with a minimal replay buffer."""
     make_envs = script.make_games if is_atari(script) else script.make_envs
     envs = make_envs(args, folder=None)
     if hasattr(args, "buffer_size"):
@@ -210,7 +210,7 @@ def networks_of(learner):
 
 
 def hidden_layers(peer, algo, learner):
-    """The widths of the hidden layers of our first network, but for those that the peer's convolutional ones have."""
+    """Widths of the hidden layers of our first network, except for those in the peer's convolutional network."""
     network = next(iter(networks_of(learner).values()))
     network = getattr(network, "actor", network)
     widths = [layer.out_features for layer in network.modules() if isinstance(layer, nn.Linear)][:-1]
@@ -218,7 +218,7 @@ def hidden_layers(peer, algo, learner):
 
 
 def libraries(algo):
-    """The peers that are packages, for an algorithm."""
+    """The peers from packages that have an algorithm."""
     return [peer for peer in PACKAGES if peer in ALGORITHMS[algo].peers]
 
 
@@ -245,7 +245,7 @@ def make_model(peer, algo, script, args, device):
         policy |= {"ortho_init": True}
         settings |= {"batch_size": args.num_envs * args.num_steps // args.num_minibatches}
         settings |= {"learning_rate": LinearSchedule(args.learning_rate, 0.0, 1.0)}
-        settings |= {"vf_coef": args.vf_coef / 2}  # of an error that is not halved
+        settings |= {"vf_coef": args.vf_coef / 2}  # the peer's error is not halved
         settings |= {"clip_range_vf": args.clip_coef if peer == "sb3" else None}
     if has_memory(algo):
         policy |= {"lstm_hidden_size": script.HIDDEN, "shared_lstm": True, "enable_critic_lstm": False}
@@ -303,17 +303,17 @@ def train(peer, algo, *flags):
 
 
 def device_name(peer, device):
-    """What a peer computes on, in the scripts' words."""
+    """A peer's device, named as in the scripts."""
     if peer == "sbx":
         return importlib.import_module("jax").devices()[0].device_kind
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The settings side by side
+# Table of settings
 # ---------------------------------------------------------------------------------------------------------------------
 
-NOTES = (  # what no setting makes equal and no attribute shows: algorithm or script, peers, sentence
+NOTES = (  # differences that no setting removes and no attribute shows: algorithm or script, peers, sentence
     (
         "PPO",
         "sb3",
@@ -342,18 +342,18 @@ NOTES = (  # what no setting makes equal and no attribute shows: algorithm or sc
 
 
 def networks_in_torch(network):
-    """Matrices, activation and precision of a module's networks, target networks left out."""
+    """Matrices, activation and precision of a module's networks, without target networks."""
     modules = [module for name, module in network.named_modules() if "target" not in name]
     own = [pair for module in modules for pair in module.named_parameters(recurse=False)]
     weights = [parameter for name, parameter in own if name.startswith("weight")]
     shapes = [(inputs, outputs, *kernel) for outputs, inputs, *kernel in (weight.shape for weight in weights)]
     activations = Counter(type(module).__name__ for module in modules if isinstance(module, (nn.ReLU, nn.Tanh)))
-    [(activation, _)] = activations.most_common(1)  # of hidden layers: a last layer may have another
+    [(activation, _)] = activations.most_common(1)  # of hidden layers; a last layer may have another
     return rows_of_networks(shapes, activation, {str(weight.dtype) for weight in weights})
 
 
 def networks_in_jax(policy):
-    """The same of a policy in sbx; both critics of a pair are in one array."""
+    """The same for a policy in sbx; both critics of a pair are in one array."""
     import jax
 
     states = [getattr(policy, name) for name in ("actor_state", "vf_state", "qf_state") if hasattr(policy, name)]
@@ -382,7 +382,7 @@ def rows_of_optimizers(eps, rates, annealed):
 
 
 def optimizers_in_torch(optimizers, annealed):
-    """Rows of torch's optimizers, by the name of what they optimize."""
+    """Rows of torch's optimizers, by the name of the optimized part."""
     groups = {name: optimizer.param_groups[0] for name, optimizer in optimizers.items()}
     [eps] = {group["eps"] for group in groups.values()}
     return rows_of_optimizers(eps, {name: group["lr"] for name, group in groups.items()}, annealed)
@@ -397,7 +397,7 @@ def optimizers_of_sb3(name, model):
 
 
 def our_settings(algo, script, args):
-    """The settings of our script: those of its learner, and flags."""
+    """The settings of our script, from its learner and flags."""
     name = CLASSES[algo]
     learner = make_ours(algo, script, args)
     rows = networks_in_torch(nn.ModuleDict(networks_of(learner)))
@@ -419,7 +419,7 @@ def our_settings(algo, script, args):
 
 
 def peer_settings(peer, algo, script, args):
-    """The same rows of a peer, as its model has them."""
+    """The same rows for a peer, read from its model."""
     name = CLASSES[algo]
     model = make_model(peer, algo, script, args, torch.device("cpu"))
     annealed = model.lr_schedule(0) == 0
@@ -468,7 +468,7 @@ def settings(algo):
     args = script.Args()
     small_buffer = is_atari(script) and hasattr(args, "buffer_size")
     if small_buffer:
-        args.buffer_size = 1000  # the peers take memory for all of it
+        args.buffer_size = 1000  # the peers allocate all of it
     prepare(script, args)
     columns = {"ours": our_settings(algo, script, args)}
     columns |= {peer: peer_settings(peer, algo, script, args) for peer in libraries(algo)}

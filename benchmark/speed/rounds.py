@@ -1,8 +1,8 @@
-"""Rounds: the modes of one algorithm train with one seed, each in a process of its own, in interleaved time slices.
+"""Rounds: the modes of one algorithm train with one seed, each in its own process, in interleaved time slices.
 
-Once warm they train from log to log for at least a sixtieth of the steps at a time (interleaved.py), so that a machine
-that slows down for a while slows all of them. Every mode starts with empty caches, so warm-up is that
-of a first run. A mode that crashes leaves the others alone.
+Once warm, they take turns training for at least a sixtieth of the steps, from log to log (interleaved.py), so that a
+temporary slowdown of the machine affects all of them. Every mode starts with empty caches: its warm-up is that of a
+first run. If a mode crashes, the others continue.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from common.slices import SLICES
 from tools import mkl_on_amd
 
 INTERLEAVED = ("-m", "benchmark.speed.interleaved")
-TURBO_FLAGS = {  # of the turbo script, by mode
+TURBO_FLAGS = {  # flags of the turbo script, by mode
     "eager": (),
     "compile": ("--compile",),
     "cudagraphs": ("--cudagraphs",),
@@ -32,27 +32,27 @@ TURBO_FLAGS = {  # of the turbo script, by mode
 }
 MODES = {"plain": (*INTERLEAVED, "{algo}")}
 MODES |= {mode: (*INTERLEAVED, "{algo}_torchcompile", *flags) for mode, flags in TURBO_FLAGS.items()}
-PEERS = {  # measured where they are installed
+PEERS = {  # measured if installed
     "sb3": ("-m", "benchmark.speed.peers", "sb3", "{algo}"),
     "sbx": ("-m", "benchmark.speed.peers", "sbx", "{algo}"),
     "cleanrl": ("-m", "benchmark.speed.checkouts", "cleanrl", "{algo}"),
     "leanrl-2024": ("-m", "benchmark.speed.checkouts", "leanrl-2024", "{algo}"),
 }
 PEER_MODULES = {"sb3": "stable_baselines3", "sbx": "sbx"}
-MKL = "+mkl"  # the end of a mode's name: the same with the library of tools/mkl_on_amd.py preloaded
+MKL = "+mkl"  # suffix of a mode with the library of tools/mkl_on_amd.py preloaded
 MKL_MODES = ("plain+mkl", "eager+mkl", "compile+mkl", "sb3+mkl")
 
 
 @dataclass
 class RunArgs:
     num_envs: int | None = None
-    """environments that step together (by default the script's)"""
+    """number of environments (default: the script's)"""
     total_timesteps: int | None = None
-    """environment steps of each run (by default the algorithm's in algorithms.py)"""
+    """environment steps of each run (default: the algorithm's in algorithms.py)"""
     flags: str = ""
-    """more flags for the scripts, in one word: --flags="--num-envs 4" """
+    """more flags for the scripts, as one argument: --flags="--num-envs 4" """
     monitor: bool = False
-    """also record how busy processor and card are (a card needs nvidia-ml-py)"""
+    """also record the load of CPU and GPU (GPU: needs nvidia-ml-py)"""
 
 
 @dataclass
@@ -60,24 +60,24 @@ class RoundArgs(RunArgs):
     algo: str = "sac_continuous_action"
     """name of the plain script, without .py"""
     env_id: str | None = None
-    """gymnasium environment (by default the algorithm's in algorithms.py)"""
+    """gymnasium environment (default: the algorithm's in algorithms.py)"""
     run_dir: Path = Path("runs/benchmark")
-    """folder for the runs, one sub-folder per mode and seed, with log.txt and, with --monitor, monitor.json"""
+    """folder for the runs: a subfolder per mode and seed with log.txt and, with --monitor, monitor.json"""
 
 
 def modes_of(algo):
-    """The modes that an algorithm has: its own, peers, those with MKL unlocked."""
+    """The modes of an algorithm: its own, peers, and those with MKL unlocked."""
     modes = [*MODES, *ALGORITHMS[algo].peers]
     return [*modes, *(mode for mode in MKL_MODES if mode.removesuffix(MKL) in modes)]
 
 
 def needs_device(mode):
-    """Whether a mode needs a CUDA device that is not there."""
+    """Whether a mode needs a CUDA device and there is none."""
     return "cudagraphs" in mode and not torch.cuda.is_available()
 
 
 def possible(modes):
-    """Those of `modes` that this machine can run; refused if there are none."""
+    """The `modes` that this machine can run; exits if there are none."""
     left = [mode for mode in modes if not needs_device(mode)]
     if not left:
         refuse_modes(modes)
@@ -85,34 +85,34 @@ def possible(modes):
 
 
 def refuse_modes(modes):
-    """End the program: this machine can run none of `modes`."""
+    """Exit: this machine can run none of `modes`."""
     refuse("modes", " ".join(modes), "none of them can run here; add plain, eager or compile")
 
 
 def alternating(modes, i):
-    """The modes in the order of round `i`: every second one begins with the last."""
+    """The modes in the order of round `i`, which is reversed in every second round."""
     return list(modes) if i % 2 == 0 else list(modes)[::-1]
 
 
 def programs_of(algo, modes):
-    """Programs by mode: the words behind `python`, flags that all modes share left out."""
+    """Programs by mode: the arguments of `python`, without flags that all modes share."""
     programs = MODES | {name: (*program, SLICES) for name, program in PEERS.items()}
     return {mode: [word.format(algo=algo) for word in programs[mode.removesuffix(MKL)]] for mode in modes}
 
 
 def environment(mode):
-    """What a mode adds to the environment variables."""
+    """The additional environment variables of a mode."""
     return {"LD_PRELOAD": str(mkl_on_amd.library())} if mode.endswith(MKL) else {}
 
 
 def cold(folder):
-    """Environment variables with which nothing that was compiled before is found: caches and home are in `folder`."""
+    """Environment variables that hide earlier compilation results: caches and home are in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     return dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "TMPDIR", "HOME", "XDG_CACHE_HOME"), str(folder))
 
 
 def command(args, program, seed, folder):
-    """The words behind `python` that run a program with one seed; its run will be in `folder`."""
+    """The arguments of `python` to run a program with one seed, in `folder`."""
     algorithm = ALGORITHMS[args.algo]
     common = {"env-id": args.env_id or algorithm.env_id, "total-timesteps": args.total_timesteps or algorithm.steps}
     common |= {"seed": seed, "run-dir": folder}
@@ -123,9 +123,9 @@ def command(args, program, seed, folder):
 
 
 def run_round(args, programs, seed, on_slice=lambda name: None):
-    """Train `programs`, by name, with one seed: warm up one after the other, then in interleaved time slices.
+    """Train `programs`, by name, with one seed: warm up one after another, then in interleaved time slices.
 
-    Returns exit codes by name: that of a program that has crashed is not 0. `on_slice` is called when a slice begins.
+    Returns exit codes by name, which are not 0 for programs that crashed. `on_slice` is called at the start of a slice.
     """
     statuses = {}
     processes = {}
@@ -149,7 +149,7 @@ def run_round(args, programs, seed, on_slice=lambda name: None):
                 wait(name)
             while processes:
                 for name in list(processes):
-                    with contextlib.suppress(BrokenPipeError):  # it has died, as `wait` will see
+                    with contextlib.suppress(BrokenPipeError):  # it has died, which `wait` will report
                         print(file=processes[name].stdin, flush=True)
                     wait(name)
         finally:
@@ -161,9 +161,9 @@ def run_round(args, programs, seed, on_slice=lambda name: None):
 
 
 def run_programs(algo, programs, seeds, folder, settings):
-    """Train `programs`, by name, side by side, a round for each seed: lists of summaries by name.
+    """Train `programs`, by name, in a round for each seed; returns lists of summaries by name.
 
-    Their runs are in `folder`, which is emptied. SystemExit if one crashes or ends before it is measured. `settings`
+    Runs are in `folder`, which is emptied first. SystemExit if a run crashes or ends before it is measured. `settings`
     are RunArgs.
     """
     shutil.rmtree(folder, ignore_errors=True)

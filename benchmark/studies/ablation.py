@@ -1,13 +1,13 @@
-"""What each trick is worth: it is taken out of a copy of its script, which then trains beside the untouched one.
+"""The value of each trick: it is removed from a copy of its script, which then trains next to the original.
 
     python -m benchmark.studies.ablation --verify  # the copies learn the same, up to rounding; a minute
     python -m benchmark.studies.ablation           # measure; an hour and a half on 2 cores
     python -m benchmark.studies.ablation --algos dqn --modes compile
     python -m benchmark.report                     # put the results into doc/tricks.md
 
-A trick is a replacement in the script's text: the scripts have no switches. A round trains the script and all of its
-copies, interleaved (speed/rounds.py), and a trick's worth is the ratio of the two speeds within a round, above 1 where
-it pays.
+A trick is removed by editing the script's text, since the scripts have no switches. A round trains the script and all
+of its copies, interleaved (speed/rounds.py). The value of a trick is the speed of the script over that of the copy
+without the trick, within a round: above 1 if the trick pays.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ from common.tables import Table, spread
 
 MODES = tuple(TURBO_FLAGS)
 STEPS = {"sac_continuous_action": 9_000, "td3_continuous_action": 30_000, "ppo_continuous_action": 60_000}
-STEPS |= {"dqn": 100_000}  # warm-up, and half a minute of steady training on 2 cores
+STEPS |= {"dqn": 100_000}  # warm-up and half a minute of steady training on 2 cores
 UNTOUCHED = "untouched"
-TOLERANCE = 2e-5  # of the way that the parameters go
+TOLERANCE = 2e-5  # of the distance that the parameters move
 SHORT = {"batch_size": 32, "buffer_size": 1000, "learning_starts": 50, "total_timesteps": 110}
-VERIFIED = {  # flags of the runs that `--verify` compares; in those of PPO and DQN episodes end
+VERIFIED = {  # flags of the runs compared by `--verify`; in those of PPO and DQN, episodes end
     "sac_continuous_action": SHORT | {"env_id": "Pendulum-v1"},
     "td3_continuous_action": SHORT | {"env_id": "Pendulum-v1"},
     "ppo_continuous_action": {"env_id": "Pendulum-v1", "num_steps": 128, "update_epochs": 2, "total_timesteps": 384},
@@ -50,21 +50,21 @@ class Args:
     algos: tuple[str, ...] = tuple(TRICKS)
     """names of the plain scripts"""
     modes: tuple[str, ...] = MODES
-    """modes to measure; without a CUDA device those with cudagraphs are left out"""
+    """modes to measure; without a CUDA device, those with cudagraphs are skipped"""
     seeds: tuple[int, ...] = (1, 2, 3)
-    """one round for each seed, of each mode"""
+    """one round of each mode for each seed"""
     total_timesteps: int | None = None
-    """environment steps of each run (by default the algorithm's in STEPS)"""
+    """environment steps of each run (default: the algorithm's in STEPS)"""
     run_dir: Path = Path("runs/ablation")
     """folder for the copies and their runs; an earlier one of the same algorithm and mode is deleted"""
     results: Path = RESULTS
     """folder that receives <machine>/ablation/<algo>.json"""
     verify: bool = False
-    """only compare what the script and its copies learn in short runs"""
+    """only compare the learned parameters of the script and its copies in short runs"""
 
 
 def write_copy(algo, trick, folder):
-    """Write the turbo script without `trick`, or as it is (None), to a folder of its own under `folder`."""
+    """Write the turbo script without `trick`, or unchanged (None), to its own folder under `folder`."""
     name = f"{algo}_torchcompile.py"
     path = folder / (trick.name if trick else UNTOUCHED) / name
     path.parent.mkdir(parents=True)
@@ -77,7 +77,7 @@ def tricks_of(algo, mode):
 
 
 def learned(path, algo, mode):
-    """All parameters of a short run of the script at `path` at its first and at its last log: two vectors."""
+    """All parameters at the first and the last log of a short run of the script at `path`, two vectors."""
     script = load(str(path))
     script.LOG_INTERVAL = 10
     logs = []
@@ -97,14 +97,14 @@ def learned(path, algo, mode):
 
 
 def difference(path, algo, mode, wanted):
-    """How far apart the copy at `path` and the script end, as a part of the way from `wanted`, its `learned`."""
+    """The distance of the copy's final parameters from the script's, relative to the change in `wanted` (`learned`)."""
     before, after = wanted
     _, got = learned(path, algo, mode)
     return float((got - after).norm() / (after - before).norm())
 
 
 def verify(algo, mode):
-    """Print how far each copy is from the script after a short run; SystemExit(1) if that is more than rounding."""
+    """Print the distance of each copy from the script after a short run; SystemExit(1) if it exceeds rounding."""
     with tempfile.TemporaryDirectory() as folder:
         wanted = learned(write_copy(algo, None, Path(folder)), algo, mode)
         for trick in tricks_of(algo, mode):
@@ -115,7 +115,7 @@ def verify(algo, mode):
 
 
 def measure(args, algo, mode):
-    """Steps per second of the untouched script and of each copy, one per seed, by name."""
+    """Steps per second of the original script and of each copy, one per seed, by name."""
     folder = args.run_dir / algo / mode
     shutil.rmtree(folder, ignore_errors=True)
     paths = {UNTOUCHED: write_copy(algo, None, folder)}
@@ -127,7 +127,7 @@ def measure(args, algo, mode):
 
 
 def record(args, algo, mode, speeds):
-    """Put one mode's speeds into the results of this machine."""
+    """Add the speeds of one mode to the results of this machine."""
     path = path_here(args.results, "ablation", algo)
     data = read(path) if path.exists() else {"algo": algo, "modes": {}}
     about = {"env_id": ALGORITHMS[algo].env_id, "total_timesteps": args.total_timesteps or STEPS[algo]}
@@ -138,7 +138,7 @@ def record(args, algo, mode, speeds):
 
 
 def table(algo, data):
-    """A Markdown table of the tricks of one algorithm, with the ratios in `data`, one machine's results or nothing."""
+    """A Markdown table of an algorithm's tricks, with the ratios in `data` (one machine's results, or nothing)."""
     known = data["modes"] if data else {}
     modes = [mode for mode in MODES if mode in known or "cudagraphs" not in mode]
     rows = []
@@ -156,7 +156,7 @@ def table(algo, data):
 
 
 def text(algo, results):
-    """The tables of one algorithm, one for each machine that has been measured."""
+    """The tables of one algorithm, one for each measured machine."""
     parts = []
     for path in sorted(results.glob(f"*/ablation/{algo}.json")):
         data = read(path)

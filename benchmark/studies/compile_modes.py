@@ -1,4 +1,4 @@
-"""What each of torch.compile's modes costs at the start and gives afterwards, for the turbo scripts.
+"""Compile time and speed of the turbo scripts in each mode of torch.compile.
 
     python -m benchmark.studies.compile_modes  # all scripts; half an hour on 2 cores
     python -m benchmark.studies.compile_modes --algos dqn --seeds 1 2 3
@@ -40,7 +40,7 @@ class Args:
 
 
 def measure(args, algo):
-    """Speed and warm-up of each mode, a list over seeds of each."""
+    """Speed and warm-up of each mode, as lists over seeds."""
     programs = {mode: [*INTERLEAVED, f"{algo}_torchcompile", *flags] for mode, flags in MODES.items()}
     settings = RunArgs(total_timesteps=ALGORITHMS[algo].quick_steps, flags=ALGORITHMS[algo].flags)
     summaries = run_programs(algo, programs, args.seeds, args.run_dir / algo, settings)
@@ -52,7 +52,7 @@ def measure(args, algo):
 
 
 def rows(data):
-    """The rows of one algorithm's results."""
+    """The table rows of one algorithm's results."""
     name = named(data["algo"])
     speeds, warmups = data["steps_per_second"], data["warmup_seconds"]
     lines = []
@@ -64,7 +64,7 @@ def rows(data):
 
 
 def table(results):
-    """A Markdown table for each machine that has been measured."""
+    """A Markdown table for each measured machine."""
     nothing = ["all", "all", "not measured", "", ""]
     return editions.tables(stored(results, "modes", ALGORITHMS), HEADER, rows, nothing)
 

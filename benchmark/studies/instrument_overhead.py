@@ -1,10 +1,10 @@
-"""What each instrument costs of a run's steady speed.
+"""The cost of each instrument, as a share of a run's steady speed.
 
     python -m benchmark.studies.instrument_overhead  # SAC and PPO for Atari; 20 minutes on 2 cores
     python -m benchmark.report                       # put the results into doc/debugging.md
 
-A round trains a script alone and with each instrument that has work to do during training, interleaved
-(speed/rounds.py), without CUDA graphs where there is no CUDA device.
+A round trains a script alone and with each instrument that works during training, interleaved (speed/rounds.py).
+Without a CUDA device, it does without CUDA graphs.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Args:
     algos: tuple[str, ...] = tuple(TASKS)
     """names of the plain scripts"""
     seeds: tuple[int, ...] = (1, 2)
-    """one round for each seed, of each mode"""
+    """one round of each mode for each seed"""
     run_dir: Path = Path("runs/overhead")
     """folder for the runs; an earlier one of the same algorithm and mode is deleted"""
     results: Path = RESULTS
@@ -48,7 +48,7 @@ class Args:
 
 
 def measure(args, algo, mode):
-    """Steps per second with each instrument, a list over time slices of all seeds."""
+    """Steps per second with each instrument, as lists over the time slices of all seeds."""
     steps, flags = TASKS[algo]
     kinds = [name for name in INSTRUMENTS if "atari" in algo or name not in ATARI_ONLY]
     words = [f"{algo}_torchcompile", *TURBO_FLAGS[mode]]
@@ -59,12 +59,12 @@ def measure(args, algo, mode):
 
 
 def ratio(watched, alone, axis=-1):
-    """Speed over all time slices, with an instrument over without: slices have equal numbers of steps."""
+    """Speed with an instrument over speed without, over all time slices. Slices have equal numbers of steps."""
     return np.sum(1 / np.asarray(alone), axis) / np.sum(1 / np.asarray(watched), axis)
 
 
 def cell(speeds, name):
-    """The ratio and its 95% bootstrap interval over slices, by which machines scatter; `speeds` are one mode's."""
+    """The ratio and its 95% bootstrap interval over time slices; `speeds` are those of one mode."""
     if name not in speeds:
         return "not measured"
     pairs = (speeds[name], speeds[ALONE])
@@ -74,7 +74,7 @@ def cell(speeds, name):
 
 
 def rows(data):
-    """The rows of one algorithm's results: how much of the speed alone each instrument leaves."""
+    """The table rows of one algorithm's results: the share of speed that remains with each instrument."""
     lines = []
     for name in INSTRUMENTS:
         if name == ALONE or not any(name in speeds for speeds in data["modes"].values()):
@@ -85,7 +85,7 @@ def rows(data):
 
 
 def table(results):
-    """A Markdown table for each machine that has been measured."""
+    """A Markdown table for each measured machine."""
     nothing = ["all", "all", *["not measured"] * len(MODES)]
     about = "Speed with an instrument over speed without, and its 95% interval, "
     return editions.tables(stored(results, "overhead", TASKS), HEADER, rows, nothing, about)

@@ -1,8 +1,8 @@
-"""speed/interleaved.py with instruments: the first word has their flags.
+"""speed/interleaved.py with instruments; the first argument holds their flags.
 
     python -m benchmark.studies.instrumented "--watch-gradients" sac_continuous_action_torchcompile --compile
 
-instrument_overhead.py starts it.
+instrument_overhead.py starts this.
 """
 
 import sys

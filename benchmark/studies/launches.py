@@ -1,15 +1,14 @@
-"""Count what an environment step and an update launch, copy and wait for: costs that no busy machine can hide.
+"""Count the launches, copies and waits of an environment step and an update: costs that a busy machine cannot hide.
 
     python -m benchmark.studies.launches          # count, and print the table
     python -m benchmark.studies.launches --write  # three minutes; also rewrite results/launches.json for the report
 
-What is counted is `train` itself, in steady state and with the scripts' defaults, save for a small replay buffer, an
-early start of learning, for DQN no random actions, and for Atari's DQN and SAC target networks that move in time to be
-counted. All modes run on the emulated CUDA device of tools/emulated_cuda.py. Compiled code is what inductor
-generates for an H100 (tools/generated_cuda.py, which needs triton); its kernels are counted and not executed.
+Counts are of `train` in steady state with the scripts' defaults, except for a small replay buffer, an early start of
+learning, no random actions (DQN), and early updates of the target networks (DQN and SAC for Atari). All modes run on
+the emulated CUDA device of tools/emulated_cuda.py. Compiled code is the code that inductor generates for an H100
+(tools/generated_cuda.py, which needs triton); its kernels are counted but not executed.
 
-"leanrl_2024" in results/launches.json is what the LeanRL of 2024 costs, and how that was counted; --write leaves it
-as it is.
+"leanrl_2024" in results/launches.json has the counts of the LeanRL of 2024 and their method; --write keeps it.
 """
 
 import contextlib
@@ -30,7 +29,7 @@ from common.scripts import Enough, before_each_log, load, train
 from common.steady import Clock
 from common.tables import Table
 
-sys.path.insert(0, str(ROOT / "tools"))  # whose files can be copied, and so import each other by name
+sys.path.insert(0, str(ROOT / "tools"))  # its files can be copied, so they import each other by name
 from emulated_cuda import emulated_cuda
 
 DATA = RESULTS / "launches.json"
@@ -42,7 +41,7 @@ MODES = {
 EARLY = {"learning_starts": 190, "buffer_size": 1000}
 EARLY_ATARI = EARLY | {"target_network_frequency": 100}
 GREEDY = {"start_e": 0.0, "end_e": 0.0}
-RUNS = {  # flags, and how many steps to count: whole periods of all that is not done in each step
+RUNS = {  # flags, and steps to count: whole periods of everything that is not done in each step
     "sac_continuous_action": (EARLY, 100),
     "td3_continuous_action": (EARLY, 100),
     "ppo_continuous_action": ({}, 2048),
@@ -52,7 +51,7 @@ RUNS = {  # flags, and how many steps to count: whole periods of all that is not
     "dqn_atari": (EARLY_ATARI | GREEDY, 100),
     "sac_atari": (EARLY_ATARI, 100),
 }
-PARTS = ("update", "update_target", "losses")  # methods that are counted by themselves; all else is the step
+PARTS = ("update", "update_target", "losses")  # methods counted separately; the rest is the step
 POPULATIONS = {"sac_continuous_action": "sac_population"}
 AGENTS = (1, 2, 4, 8, 16)
 COLUMNS = (
@@ -78,9 +77,9 @@ class Args:
 
 
 class Steady:
-    """The `on_start` that has `steps` steps of a run counted from the first log after warm-up, and then ends the run.
+    """An `on_start` that counts `steps` steps of a run from the first log after warm-up, then ends the run.
 
-    A step is one of all environments together.
+    A step is a step of the vector environment.
     """
 
     def __init__(self, counts, steps):
@@ -107,7 +106,7 @@ class Steady:
             raise Enough
 
     def counting(self, part, function):
-        """`function`, whose costs are added to those of `part`."""
+        """Wrap `function` to add its costs to those of `part`."""
         self.parts[part] = Counter()
 
         def call(*args, **kwargs):
@@ -120,7 +119,7 @@ class Steady:
         return call
 
     def per_call(self):
-        """Counts of one call of each part, by part, and how many calls of it there are for a step."""
+        """Counts of one call of each part, by part, with the number of calls per step."""
         return {
             part: {"calls per step": per(self.calls[part], self.steps)}
             | {name: per(counts[name], self.calls[part]) for name in (*COLUMNS, *shapes(counts)) if counts[name]}
@@ -129,17 +128,17 @@ class Steady:
 
 
 def shapes(counts):
-    """The names under which matmuls are counted by size."""
+    """The names of counts of matmuls by size."""
     return sorted(name for name in counts if name.startswith("matmul "))
 
 
 def per(count, calls):
-    """An average; whole numbers stay whole."""
+    """An average; whole numbers stay integers."""
     return count // calls if count % calls == 0 else count / calls
 
 
 def count(name, mode, flags, steps):
-    """What `train` of a turbo script does in steady state, by part: see `Steady.per_call`."""
+    """The counts of a turbo script's `train` in steady state, by part, as in `Steady.per_call`."""
     script = load(f"{name}_torchcompile")
     with contextlib.ExitStack() as stack:
         device = stack.enter_context(emulated_cuda())
@@ -156,7 +155,7 @@ def count(name, mode, flags, steps):
 
 
 def total(data):
-    """All counts of all scripts, from scratch."""
+    """All counts of all scripts, counted anew."""
     scripts = {}
     for algo in RUNS:
         for mode in MODES:
@@ -167,7 +166,7 @@ def total(data):
 
 
 def count_agents(algo, agents):
-    """What the population script does with so many agents, compiled and captured."""
+    """The counts of the population script with this number of agents, compiled and captured."""
     print(f"counting {POPULATIONS[algo]}, {agents} agents", file=sys.stderr)
     flags, steps = RUNS[algo]
     return count(POPULATIONS[algo], "compile + cudagraphs", flags | {"seeds": tuple(range(1, agents + 1))}, steps)
@@ -178,7 +177,7 @@ def number(count):
 
 
 def cell(parts, name, nbytes=None, unit=1):
-    """What an update costs + what a step costs, with bytes where there are any; nothing if neither costs anything."""
+    """Costs of an update + costs of a step, with bytes if there are any; empty if both are zero."""
     texts = []
     for part in ("update", "step"):
         text = number(parts[part].get(name, 0) / unit)
@@ -189,14 +188,14 @@ def cell(parts, name, nbytes=None, unit=1):
 
 
 def row(name, mode, parts):
-    """A line of the table."""
+    """A row of the table."""
     cells = [cell(parts, column) for column in ("operators", "replays", "nodes", "kernels", "fills", "matmuls")]
     cells += [cell(parts, "bytes", unit=1e6), cell(parts, "h2d", "h2d bytes"), cell(parts, "d2h", "d2h bytes")]
     return [name, mode, *cells, cell(parts, "waits")]
 
 
 def table(data):
-    """A Markdown table: in each cell an update + an environment step."""
+    """A Markdown table with the costs of an update + an environment step in each cell."""
     header = ("update + step", "mode", "operators", "graph replays", "operators in graphs", "fused kernels in graphs")
     header += ("fills", "matmuls and convolutions among all", "MB read and written", "copies in", "copies out", "waits")
     rows = []
@@ -208,7 +207,7 @@ def table(data):
 
 
 def population_table(data):
-    """A Markdown table: a step of N agents with its updates."""
+    """A Markdown table with the costs of a step of N agents, including its updates."""
     names = ("script", "agents", "nodes of graphs", "MB read and written", "operators outside of graphs")
     rows = []
     for algo, by_agents in data["populations"].items():

@@ -1,11 +1,11 @@
-"""How fast N agents train as one program, beside as many processes on the same cores.
+"""The speed of N agents in one program, compared with N processes on the same cores.
 
     python -m benchmark.studies.population  # a quarter of an hour on 2 cores
     python -m benchmark.report              # put the results into doc/many_runs.md
 
-Both sides are there at once and take turns training: one is stopped while the other has the machine. The population
-has the script's default of threads, and each process of a single agent has its share of the cores, but no more threads
-than that.
+Both sides exist at the same time and take turns in training: one is stopped while the other has the machine. The
+population uses the script's default number of threads. Each single-agent process uses its share of the cores, but no
+more threads than that default.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from common.steady import Clock
 
 POPULATIONS = {"sac_continuous_action": "sac_population_torchcompile"}
 SETTINGS = ["--learning-starts=1000", "--buffer-size=20000"]
-WARMING = -1  # the count of a process whose warm-up is not over
+WARMING = -1  # the count of a process that is still warming up
 HEADER = ("", "mode", "agents", "one program, steps/s", "processes, steps/s", "ratio")
 
 
@@ -45,15 +45,15 @@ class Args:
     agents: tuple[int, ...] = (1, 2, 4, 8, 16)
     """numbers of agents"""
     rounds: int = 3
-    """turns of both sides"""
+    """turns of each side"""
     seconds: float = 6
-    """of a turn"""
+    """duration of a turn"""
     results: Path = RESULTS
     """folder that receives <machine>/population/<algo>.json"""
 
 
 def train(name, counter, *flags):
-    """Train until killed, and keep the environment steps so far in the file `counter`."""
+    """Train until killed, and keep the number of environment steps in the file `counter`."""
     script = scripts.load(name)
     steps = np.memmap(counter, np.int64, "r+")
 
@@ -72,7 +72,7 @@ def train(name, counter, *flags):
 
 
 class Side:
-    """Processes that train at the same time."""
+    """Processes that train simultaneously."""
 
     def __init__(self, folder, programs):
         self.processes = []
@@ -97,7 +97,7 @@ class Side:
             time.sleep(0.2)
 
     def turn(self, seconds):
-        """Train for `seconds`; environment steps per second of all processes together."""
+        """Train for `seconds`; returns environment steps per second, summed over all processes."""
         before = sum(counter[0] for counter in self.counters)
         begin = time.perf_counter()
         self.send(signal.SIGCONT)
@@ -107,7 +107,7 @@ class Side:
 
 
 def measure(args, algo, mode, agents, folder):
-    """Steps per second of all agents, by side, a list over rounds."""
+    """Steps per second of all agents by side, as lists over rounds."""
     flags = ["--total-timesteps=1000000000", *SETTINGS, *TURBO_FLAGS[mode]]
     default = scripts.load(f"{algo}_torchcompile").Args().threads  # 0: all cores
     threads = min(max(1, os.cpu_count() // agents), default or os.cpu_count())
@@ -132,7 +132,7 @@ def measure(args, algo, mode, agents, folder):
 
 
 def rows(data):
-    """The rows of one algorithm's results."""
+    """The table rows of one algorithm's results."""
     lines = []
     for mode, by_agents in data["modes"].items():
         for agents, speeds in by_agents.items():
@@ -143,7 +143,7 @@ def rows(data):
 
 
 def table(results):
-    """A Markdown table for each machine that has been measured."""
+    """A Markdown table for each measured machine."""
     nothing = ["all", "all", "", "not measured", "not measured", ""]
     return editions.tables(stored(results, "population", POPULATIONS), HEADER, rows, nothing, "Steps of all agents, ")
 

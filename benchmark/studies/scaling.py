@@ -1,13 +1,13 @@
-"""How fast the turbo scripts are with more environments and with larger batches, beside what no script can pass.
+"""The speed of the turbo scripts with more environments and larger batches, compared with upper bounds.
 
     python -m benchmark.studies.scaling                # all scripts; an hour on 2 cores
     python -m benchmark.studies.scaling --algos dqn --no-compile --results /tmp/eager
     python -m benchmark.report                         # put the results into doc/tricks.md, and draw them
 
-The floors are measured too, in the same process: the environments alone, with random actions, and the matmuls and
-convolutions of an update alone, in the shapes that they have there and on tensors that lie in the cache.
+The bounds are measured in the same process: the environments alone, with random actions, and the matmuls and
+convolutions of an update alone, in the same shapes and on tensors in the cache.
 
-With more environments PPO's rollouts are as much shorter: an iteration has as many transitions.
+With more environments, PPO's rollouts become shorter, so that an iteration keeps its number of transitions.
 """
 
 import contextlib
@@ -42,16 +42,16 @@ from common.tables import Table
 NUM_ENVS = (1, 16, 256)
 BATCHES = (64, 256, 1024)
 OFF_POLICY = {"learning_starts": 1000, "buffer_size": 100_000}
-WINDOWS = 5  # of a run, of which the median counts
+WINDOWS = 5  # of a run, of which the median is taken
 
 
 @dataclass(frozen=True)
 class Case:
     flags: dict = field(default_factory=dict)
     iteration: int = 0
-    """transitions of an iteration of PPO"""
+    """transitions per iteration of PPO"""
     period: int = 1
-    """updates until all that is not done in each of them has been done"""
+    """updates in a period, which contains everything that is not done in each update"""
     batches: tuple[int, ...] = BATCHES
 
     def with_envs(self, num_envs):
@@ -83,15 +83,15 @@ class Args:
     num_envs: tuple[int, ...] = NUM_ENVS
     """numbers of environments, with the default batch"""
     batches: tuple[int, ...] | None = None
-    """transitions of a batch, PPO's of a minibatch, with the default number of environments"""
+    """transitions per batch (PPO: per minibatch), with the default number of environments"""
     seconds: float = 10
-    """of training in steady state, for each point"""
+    """duration of training in steady state for each point"""
     results: Path = RESULTS
-    """folder that receives <machine>/scaling/<algo>.json, in place of an earlier one"""
+    """folder that receives <machine>/scaling/<algo>.json, replacing an earlier one"""
 
 
 class Matmuls(TorchDispatchMode):
-    """Keeps the matmuls and convolutions that are called: one call of each shape, and how many there are of it."""
+    """Records matmuls and convolutions: one call of each shape, and the number of its calls."""
 
     def __init__(self):
         super().__init__()
@@ -108,14 +108,14 @@ class Matmuls(TorchDispatchMode):
 
     @torch.no_grad()
     def seconds(self):
-        """How long all of them take: the median time of each shape in a loop, times its count."""
+        """The total time: the median time of each shape in a loop, times its count."""
         functions = {key: partial(func, *args, **kwargs) for key, (func, args, kwargs) in self.calls.items()}
         taken = interleaved_times(functions, rounds=5, seconds=0.02)
         return sum(count * statistics.median(taken[key]) for key, count in self.counts.items())
 
 
 def train_until_enough(script, flags, on_start):
-    """Train until something that `on_start` has put into the run raises Enough."""
+    """Train until code installed by `on_start` raises Enough."""
     log = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
         args = script.Args(total_timesteps=10**9, run_dir=folder, **flags)
@@ -128,9 +128,9 @@ def train_until_enough(script, flags, on_start):
 
 
 def matmuls_alone(script, flags, period):
-    """Seconds, and floating-point operations, of all matmuls and convolutions of an update, by an eager run.
+    """Seconds and floating-point operations of all matmuls and convolutions of an update, from an eager run.
 
-    These are means over `period` updates.
+    Both are means over `period` updates.
     """
     matmuls = Matmuls()
     flops = []
@@ -179,9 +179,9 @@ def environments_alone(script, flags, seconds):
 
 
 class Meter:
-    """Measures a run's steps per second in windows of time, then times updates one by one, then ends the run.
+    """An `on_start` that measures a run's steps per second in time windows, times single updates, and ends the run.
 
-    Of both there are WINDOWS values. It is the `on_start` of `train_until_enough`.
+    Each measurement has WINDOWS values. To be passed to `train_until_enough`.
     """
 
     def __init__(self, seconds):
@@ -210,9 +210,9 @@ class Meter:
             learner.update = self.update
 
     def update(self, *inputs):
-        """One update, timed until the device is done."""
+        """One update, timed until the device has finished."""
         self.timed.append(seconds_per_call(lambda: self.original(*inputs), 1))
-        if sum(self.timed) >= self.window / 10:  # many updates, of all kinds, or one iteration of PPO
+        if sum(self.timed) >= self.window / 10:  # many updates of all kinds, or one iteration of PPO
             self.update_seconds.append(statistics.mean(self.timed))
             self.timed = []
         if len(self.update_seconds) == WINDOWS:
@@ -220,12 +220,12 @@ class Meter:
 
 
 def measure(algo, flags, modes, seconds):
-    """One point: the speeds of a run with these flags, and its floors."""
+    """One point: the speeds of a run with these flags, and its bounds."""
     script = load(f"{algo}_torchcompile")
     case = CASES[algo]
     flags = case.flags | flags
     meter = Meter(seconds)
-    interval = max(1, 100 // script.Args(**flags).num_envs)  # vector steps; PPO logs each iteration
+    interval = max(1, 100 // script.Args(**flags).num_envs)  # steps of the vector environment; PPO logs each iteration
     with patch.object(script, "LOG_INTERVAL", interval, create=True):
         train_until_enough(script, flags | modes, meter)
     return {
@@ -252,13 +252,13 @@ def measure_all(args, algo):
 
 
 def draw_all(results):
-    """Draw the results of each script on each machine beside their data."""
+    """Draw the results of each script on each machine, next to their data."""
     for path in results.glob("*/scaling/*.json"):
         draw(read(path), path.with_suffix(".png"))
 
 
 def draw(data, path):
-    """Both curves with their floors, in colors that differ in brightness too, and with markers of their own."""
+    """Draw both curves with their bounds, distinguished by color, brightness and marker."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -296,12 +296,12 @@ def draw(data, path):
 
 
 def modes_of(data):
-    """What was measured, as a mode."""
+    """The name of the measured mode."""
     return "+".join(name for name, active in data["modes"].items() if active) or "eager"
 
 
 def row(algo, data):
-    """The row of one script in `table`; `data` are its results, or nothing."""
+    """The row of one script in `table`; `data` has its results or nothing."""
     cells = ["not measured"] * 4
     if data:
         batches = data["batch"].values()
@@ -319,7 +319,7 @@ def row(algo, data):
 
 
 def table(results):
-    """A Markdown table and plots for each machine that has been measured, without scripts that only others have."""
+    """A Markdown table and plots for each measured machine, without scripts measured only on others."""
     header = ("", "environments", "steps/s", "transitions of a batch", "ms per update")
     header += ("ms of its matmuls alone", "these, GFLOP/s")
     parts = []

@@ -1,4 +1,4 @@
-"""Seconds per call of functions, interleaved, so that a machine that slows down for a while slows all of them."""
+"""Seconds per call of functions, interleaved, so that a temporary slowdown of the machine affects all of them."""
 
 import time
 
@@ -8,13 +8,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def wait():
-    """Wait until the device is done."""
+    """Wait until the device has finished."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
 
 def seconds_per_call(function, calls):
-    """Mean over `calls` calls, the device's part included."""
+    """Mean seconds over `calls` calls, including the device's time."""
     wait()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -24,7 +24,7 @@ def seconds_per_call(function, calls):
 
 
 def interleaved_times(functions, rounds, seconds):
-    """Seconds per call of each of `functions`, by name: a list with one for each round, in which each has `seconds`."""
+    """Seconds per call of each of `functions`, by name: a list over rounds, each of about `seconds` per function."""
     calls = {}
     for name, function in functions.items():
         seconds_per_call(function, 3)

@@ -1,11 +1,11 @@
-"""Tips for eager code: two ways to do the same, each timed on one thread.
+"""Tips for eager code: two ways to compute the same, both timed on one thread.
 
     python -m benchmark.studies.tips                 # all of them; two minutes
     python -m benchmark.studies.tips --tips no_item  # one
     python -m benchmark.report                       # put them into doc/tricks.md
 
-A tip is a function of this file. It returns two functions, before and after, that take nothing and return the same
-numbers.
+A tip is a function in this file. It returns two functions, before and after, which take no arguments and return the
+same numbers.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from common.tables import Table, spread
 
 
 def device_creation():
-    """A tensor is made on the device, not on the host and then moved there."""
+    """Create tensors on the device instead of moving them there from the host."""
 
     def before():
         return torch.zeros(256, 64).to(DEVICE)
@@ -36,7 +36,7 @@ def device_creation():
 
 
 def pinned_memory():
-    """What crosses to the device in each step is in pinned memory that is reused, and the copy does not wait."""
+    """Copy the inputs of each step to the device from reused pinned memory, without waiting."""
     pageable = torch.ones(8, 4, 84, 84, dtype=torch.uint8)
     pinned = torch.ones_like(pageable, pin_memory=DEVICE.type == "cuda")
     arrived, arrived_later = (torch.zeros_like(pageable, device=DEVICE) for _ in range(2))
@@ -51,7 +51,7 @@ def pinned_memory():
 
 
 def no_item():
-    """Losses are added up on the device and read once, not by `.item()` after each minibatch."""
+    """Add up losses on the device and read them once, instead of calling `.item()` after each minibatch."""
     rows = torch.linspace(0, 1, 256 * 16, device=DEVICE).view(16, 256)
 
     def before():
@@ -70,7 +70,7 @@ def no_item():
 
 
 def train_eval():
-    """No `eval()` and `train()` around each action of a network without dropout and batch normalization."""
+    """Omit `eval()` and `train()` around each action if a network has neither dropout nor batch normalization."""
     network = small_network()
     obs = torch.ones(1, 17, device=DEVICE)
 
@@ -89,7 +89,7 @@ def train_eval():
 
 
 def kept_parameters():
-    """What a loop needs in each iteration is looked up once: here the parameters, for which `parameters()` searches."""
+    """Look up objects once, outside of the loop: here the parameters, for which `parameters()` searches."""
     network = small_network()
     parameters = list(network.parameters())
     for parameter in parameters:
@@ -109,7 +109,7 @@ def kept_parameters():
 
 
 def in_place():
-    """A target network moves in place, by one `lerp_`, not by a sum that becomes a new tensor."""
+    """Move a target network in place with one `lerp_`, instead of computing a sum in a new tensor."""
     weights = torch.linspace(-1, 1, 2 * 73_000, device=DEVICE)  # of both critics of SAC
     target, moved_in_place = (torch.zeros_like(weights) for _ in range(2))
 
@@ -123,7 +123,7 @@ def in_place():
 
 
 def channels_last():
-    """Images have their channels last in memory, for convolutions on a CPU."""
+    """Store images with their channels last in memory, for convolutions on a CPU."""
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Conv2d(4, 32, 8, stride=4),
@@ -162,11 +162,11 @@ NEED_CUDA = ("device_creation", "pinned_memory", "no_item")  # on a CPU nobody w
 @dataclass
 class Args:
     tips: tuple[str, ...] = tuple(TIPS)
-    """which"""
+    """tips to measure"""
     rounds: int = 9
-    """of both ways, of which the median counts"""
+    """rounds of both ways, of which the median is taken"""
     seconds: float = 0.2
-    """of each in a round, about"""
+    """approximate duration of each way per round"""
     results: Path = RESULTS
     """folder that receives <machine>/tips/<name>.json"""
 

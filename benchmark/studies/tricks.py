@@ -1,13 +1,13 @@
-"""The tricks of the turbo scripts, each as the edits of a script's text that take it away. ablation.py measures them.
+"""The tricks of the turbo scripts, each with the edits of a script's text that remove it. ablation.py measures them.
 
-What a script learns without a trick is the same up to rounding.
+Without a trick, a script learns the same up to rounding.
 """
 
 from dataclasses import dataclass
 
 from common import ROOT
 
-EAGER = ("eager", "cudagraphs")  # modes in which nothing is compiled
+EAGER = ("eager", "cudagraphs")  # modes without compilation
 COMPILED = ("compile", "compile+cudagraphs")
 ALL = EAGER + COMPILED
 
@@ -15,19 +15,19 @@ ALL = EAGER + COMPILED
 @dataclass(frozen=True)
 class Trick:
     name: str
-    """for the folder of its runs"""
+    """name, used for the folder of its runs"""
     where: str
-    """the function that has it"""
+    """the function that implements it"""
     what: str
-    """what the script does, and what it would do otherwise"""
+    """the trick, and the alternative"""
     modes: tuple[str, ...]
-    """modes in which it can be taken away: a compiler by itself drops much that is superfluous"""
+    """modes in which removing it makes a difference: a compiler removes much redundant work by itself"""
     edits: tuple[tuple[str, str], ...]
-    """texts of the script, each there once, and what they become; some leave lines behind a return"""
+    """texts that occur once in the script, and their replacements; some leave code after a return"""
 
 
 def without(algo, trick):
-    """The text of the turbo script without a trick; ValueError unless each text to replace is there once."""
+    """The text of the turbo script without a trick; ValueError unless each text to replace occurs exactly once."""
     source = (ROOT / "leanrl" / f"{algo}_torchcompile.py").read_text()
     for old, new in trick.edits:
         if source.count(old) != 1:
@@ -37,7 +37,7 @@ def without(algo, trick):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tricks of several scripts
+# Tricks of multiple scripts
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -71,7 +71,7 @@ def batched_critics(learner):
         "batched_critics",
         f"{learner}.q_values",
         "the critics as one batched matmul per layer, not one after the other",
-        (*COMPILED, "cudagraphs"),  # eager code does without
+        (*COMPILED, "cudagraphs"),  # eager code does without it
         (("        if self.args.compile or self.args.cudagraphs:\n", "        if False:\n"),),
     )
 

@@ -1,4 +1,4 @@
-"""A game of Catch that a convolutional network learns in a minute, in the place of envpool's games."""
+"""A game of Catch that replaces envpool's games; a convolutional network learns it in a minute."""
 
 import gymnasium as gym
 import numpy as np

@@ -1,4 +1,4 @@
-"""What the tests of formulas share: learners without environments, derivatives, bugs planted in copies of scripts."""
+"""Helpers for tests of formulas: learners without environments, derivatives, bugs planted in copies of scripts."""
 
 from pathlib import Path
 from types import SimpleNamespace

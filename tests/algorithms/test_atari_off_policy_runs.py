@@ -1,4 +1,4 @@
-"""DQN and SAC for Atari, plain and turbo: what a run stores, resuming without the replay buffer, values, learning."""
+"""DQN and SAC for Atari, plain and turbo: stored transitions, resuming without the replay buffer, values, learning."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The DQN scripts: plain against turbo, replay, exploration, episode ends, graphs, what resuming restores, learning."""
+"""The DQN scripts: plain against turbo, replay, exploration, episode ends, graphs, resuming, learning."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""Policies' entropy is logged by every script that has one."""
+"""Every script with a stochastic policy logs its entropy."""
 
 import numpy as np
 import pytest

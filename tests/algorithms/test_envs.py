@@ -1,4 +1,4 @@
-"""How PPO's and DQN's turbo scripts step environments: exactly as gymnasium's SyncVectorEnv, but without it."""
+"""PPO's and DQN's turbo scripts step environments exactly like gymnasium's SyncVectorEnv, but without its overhead."""
 
 import numpy as np
 import pytest

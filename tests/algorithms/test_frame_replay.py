@@ -1,4 +1,4 @@
-"""FrameReplay against a buffer that keeps whole stacks: envpool's streams and ones like them, checkpoints, CUDA."""
+"""FrameReplay against a buffer that stores whole stacks: streams of envpool and similar ones, checkpoints, CUDA."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""What the Atari scripts take from a real game: clipped rewards, lives and frames to learn from, raw scores to log."""
+"""The Atari scripts on a real game: they learn from clipped rewards, lives and frames, and log raw scores."""
 
 import envpool
 import numpy as np

@@ -1,4 +1,4 @@
-"""What learners start with: the scale of each layer's weights, biases of 0, target networks, Adam's settings."""
+"""Initial state of the learners: the scale of each layer's weights, zero biases, target networks, Adam's settings."""
 
 import math
 

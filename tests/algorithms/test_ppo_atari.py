@@ -1,4 +1,4 @@
-"""PPO for Atari: what a step of envpool means, what is learnt from it, plain against turbo, capture."""
+"""PPO for Atari: the meaning of envpool's steps, learning from them, plain against turbo, capture."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""What doc/changing.md's edits of PPO promise: envpool's episodes, and a policy that starts as random as can be."""
+"""Effects of doc/changing.md's edits of PPO: envpool's episodes, and a policy with maximum initial entropy."""
 
 import conftest
 import numpy as np

@@ -1,7 +1,7 @@
-"""SAC's, TD3's and DQN's losses and gradients are those of the papers' formulas, in NumPy and float64.
+"""SAC's, TD3's and DQN's losses and gradients equal the papers' formulas, in NumPy and float64.
 
-Plain and turbo are compared with each other elsewhere: these tests notice what is wrong in both. At the end bugs are
-planted in copies of the scripts, in CI one of each kind; the others by `pytest -m planted tests/algorithms`.
+Other tests compare plain and turbo with each other; these tests notice errors that both share. At the end, bugs are
+planted in copies of the scripts: one of each kind in CI, the others with `pytest -m planted tests/algorithms`.
 """
 
 import math

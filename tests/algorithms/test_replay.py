@@ -1,4 +1,4 @@
-"""What SAC and TD3 share, and episode ends with DQN: replay, acting, resuming, compilation, and the loop on CUDA."""
+"""SAC and TD3: replay, acting, resuming, compilation, and the loop on CUDA; with DQN, episode ends."""
 
 import json
 

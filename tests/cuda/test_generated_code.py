@@ -1,4 +1,4 @@
-"""What `--compile` runs on a card: generated, assembled and executed without one, as `train` calls it."""
+"""The GPU code of `--compile`, generated, assembled and executed without a GPU, as called by `train`."""
 
 import os
 import re

@@ -1,7 +1,7 @@
-"""Bugs that only a CUDA device shows, planted in copies of the scripts: each is caught by the test that is named.
+"""Bugs that show only on a CUDA device, planted in copies of the scripts: each is caught by the named test.
 
-CI plants one of each kind. All of them: `pytest -m "planted or thorough" tests/cuda/test_planted_bugs.py -s`. That the
-scripts as they are pass the same tests is tested where these are. doc/cuda_without_a_gpu.md counts the bugs by kind.
+CI plants one of each kind. To plant all: `pytest -m "planted or thorough" tests/cuda/test_planted_bugs.py -s`. The
+unchanged scripts pass the same tests in their own files. doc/cuda_without_a_gpu.md counts the bugs by kind.
 """
 
 import re
@@ -205,7 +205,7 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "dqn",
         "event recorded before the copy that it stands for",
-        "self.arriving.copy_(torch.cat(self.newest), non_blocking=True)  # one copy, not one per tensor\n"
+        "self.arriving.copy_(torch.cat(self.newest), non_blocking=True)  # one copy instead of one per tensor\n"
         "        self.arrived.record()",
         "self.arrived.record()\n        self.arriving.copy_(torch.cat(self.newest), non_blocking=True)",
         TRAINING,

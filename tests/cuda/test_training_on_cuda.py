@@ -1,4 +1,4 @@
-"""`train` on the emulated CUDA device leaves the same, bit for bit, with and without graphs, at once and late."""
+"""`train` on the emulated CUDA device ends bit-equal with and without graphs, with operators at once and late."""
 
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""--compile-mode reaches torch.compile for each function; none of its values makes CUDA graphs besides --cudagraphs."""
+"""--compile-mode reaches torch.compile for each function; no value adds CUDA graphs to those of --cudagraphs."""
 
 import itertools
 from typing import get_args

@@ -1,4 +1,4 @@
-"""The edits that doc/changing.md shows, applied to copies of plain and turbo: the page is their source."""
+"""The edits in doc/changing.md, read from the page and applied to copies of plain and turbo."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""Environments that do what they should not: none of it is lost, or learned from, without a word."""
+"""Misbehaving environments: scripts do not silently lose data or learn from wrong data."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""What goes wrong in a run: signals, crashes, full disks, closed pipes, NaN. Nothing is lost, and one line says why."""
+"""Faults in a run: signals, crashes, full disks, closed pipes, NaN. Nothing is lost, and one line gives the cause."""
 
 import json
 import os

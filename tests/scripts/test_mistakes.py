@@ -1,4 +1,4 @@
-"""Edits that could go wrong silently: they work in all modes, or an error names what is wrong."""
+"""Edits that could fail silently: they work in all modes, or an error names the problem."""
 
 from functools import partial
 

@@ -1,6 +1,6 @@
-"""PPO for Atari on several ranks: one learner in several processes, which start, decide and end together.
+"""PPO for Atari on multiple ranks: one learner in multiple processes, which start, decide and end together.
 
-The ranks are forks of this process, joined by gloo, as those of torchrun are on a machine without a GPU.
+The ranks are forks of this process, connected by gloo, like torchrun's on a machine without a GPU.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Agents of a population are runs of the script for one agent: the same numbers, and none sees another."""
+"""Agents of a population equal runs of the single-agent script: the same numbers, and no effect on each other."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a run writes, counts and continues: folder, logs, episodes, seeds, resuming, videos."""
+"""A run's folder, logs, episode counts, seeds, resuming and videos."""
 
 import json
 import os

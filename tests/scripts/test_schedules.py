@@ -1,7 +1,7 @@
-"""When a run does what, and which numbers it logs, exactly: on a clock of its own, with three environments at once.
+"""The exact schedule of a run and its logged numbers, with a fake clock and three environments.
 
-Each script makes a run and resumes it. Neither its steps nor its ends are multiples of the intervals. To save time
-nothing is learned.
+Each script makes a run and resumes it. Its steps and ends are not multiples of the intervals. To save time, nothing is
+learned.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What all scripts promise by their text: one file each, shared texts, the contract's flags, nothing that is unused."""
+"""Properties of the scripts' text: single files, shared texts, common flags, no unused code."""
 
 import ast
 import re

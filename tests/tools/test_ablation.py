@@ -1,4 +1,4 @@
-"""Tricks, scaling and tips: what is compared does the same, and tables are what their data gives."""
+"""Tricks, scaling and tips: compared versions compute the same, and tables follow from their data."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What the tools share: scripts that are trained with a tool that watches, their warm-up, processes, and curves."""
+"""Code shared by the tools: training scripts under a tool, warm-up, processes, curves."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""tools/copies.py: what counts as the same text, how it is carried, and how a helper is added."""
+"""tools/copies.py: which texts must be identical, how they are copied, and how a helper is added."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Pages of the documentation lead to each other; what they say about programs is so."""
+"""Pages of the documentation: links work, and statements about programs are true."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""doc/cuda_graphs.md: its examples run, print what the page says, and are on the page as they are."""
+"""doc/cuda_graphs.md: its examples run, print the page's output, and are quoted verbatim."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""doc/debugging.md: planted bugs show where the page says, and only there; its programs print its tables."""
+"""doc/debugging.md: planted bugs show exactly where the page says; its programs print its tables."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""doc/environments.md: its environments pass gymnasium's check, train, and are evaluated."""
+"""doc/environments.md: its environments pass gymnasium's check, and can be trained on and evaluated."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""doc/common_errors.md: each example shows its error, its fix removes it, and the page says what programs say."""
+"""doc/common_errors.md: each example shows its error, its fix removes it, and quoted messages are correct."""
 
 import ast
 import difflib

@@ -1,4 +1,4 @@
-"""doc/logged_numbers.md: its tables have every number that a run of each script logs, and no other."""
+"""doc/logged_numbers.md: its tables list exactly the numbers that each script logs."""
 
 import json
 import re

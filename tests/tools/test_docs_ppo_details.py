@@ -1,4 +1,4 @@
-"""doc/ppo_details.md: all 37 details, with names and defaults that the scripts have, and games as it describes them."""
+"""doc/ppo_details.md: all 37 details, with the scripts' names and defaults, and games as described."""
 
 import ast
 import functools

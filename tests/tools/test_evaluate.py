@@ -1,4 +1,4 @@
-"""`python -m instruments evaluate` plays whole episodes with nothing but a run's folder."""
+"""`python -m instruments evaluate` plays whole episodes, given only a run's folder."""
 
 import json
 import signal

@@ -1,6 +1,6 @@
-"""The examples of doc/graph_breaks.md: what breaks, what is compiled again, what waits, and that fixed ones do not.
+"""The examples of doc/graph_breaks.md: graph breaks, recompilations and waits, and none of them in fixed versions.
 
-Where a change is meant: `python doc/examples/graph_breaks/table.py --write`, and look at the diff.
+After an intended change, run `python doc/examples/graph_breaks/table.py --write` and review the diff.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Instruments change nothing in a run, report what is there, and catch what is planted."""
+"""Instruments do not change a run, report correct values, and catch planted bugs."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""`python -m launch` on Ray: runs are made as by hand, once each, and survive crashes, interrupts and dead machines."""
+"""`python -m launch` on Ray: runs equal those by hand, run once, and survive crashes, interrupts and dead machines."""
 
 import json
 import os
@@ -395,8 +395,8 @@ def test_bad_input_is_refused_in_one_line(script, words, said, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--cpus-per-run", "9999"], r"--cpus-per-run 9999.0: give at most \d+, what the largest machine has"),
-        (["--gpus-per-run", "1"], r"--gpus-per-run 1.0: give at most 0, what the largest machine has"),
+        (["--cpus-per-run", "9999"], r"--cpus-per-run 9999.0: give at most \d+, as many as the largest machine has"),
+        (["--gpus-per-run", "1"], r"--gpus-per-run 1.0: give at most 0, as many as the largest machine has"),
         (["--address", "127.0.0.1:1"], r"--address 127.0.0.1:1: no Ray cluster answers there \(.*refused\)"),
     ],
 )

@@ -1,7 +1,6 @@
-"""The counts of results/launches.json hold: what `train` launches, copies and waits for, in steady state.
+"""The counts in results/launches.json hold: launches, copies and waits of `train` in steady state.
 
-Where a change of the scripts is meant to change them: `python -m benchmark.studies.launches --write`, and look at the
-diff.
+After an intended change of these counts, run `python -m benchmark.studies.launches --write` and review the diff.
 """
 
 import json

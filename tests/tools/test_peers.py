@@ -1,4 +1,4 @@
-"""Stable-Baselines3 and SBX at our scripts' settings. What needs them is skipped without requirements/peers.txt."""
+"""Stable-Baselines3 and SBX at our scripts' settings. Tests that use them need requirements/peers.txt."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The pictures in the documentation: learning curves, and the random policy beside them."""
+"""The figures in the documentation: learning curves and the random policy."""
 
 import inspect
 import itertools

@@ -1,4 +1,4 @@
-"""Environments with known answers: every script finds them, and a planted bug fails the probes that point to it."""
+"""Environments with known answers: every script finds them, and a planted bug fails the probes that indicate it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tables and figures, from made-up results; and that the committed tables are those of the committed results."""
+"""Tables and figures from made-up results; committed tables match committed results."""
 
 import base64
 import itertools

@@ -1,4 +1,4 @@
-"""`uv run` needs nothing but a script: a comment at its end says what to install (PEP 723)."""
+"""`uv run` needs only a script: a comment at its end lists the packages to install (PEP 723)."""
 
 import json
 import os
