@@ -77,7 +77,10 @@ def make_env(env_id, seed, render_mode=None):
     """Make one environment for whole episodes. Composite observations are flattened to vectors."""
     if is_atari(env_id):
         return AtariGame(env_id, seed, render_mode)
-    env = gym.make(env_id, **{"render_mode": render_mode} if render_mode else {})
+    settings = {"render_mode": render_mode} if render_mode else {}
+    if render_mode and "gymnasium.envs.mujoco" in str(gym.spec(env_id).entry_point):
+        settings["camera_name"] = "track"  # follows the body, where the model has such a camera
+    env = gym.make(env_id, **settings)
     if not isinstance(env.observation_space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
     return env

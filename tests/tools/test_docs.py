@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -42,6 +43,13 @@ def test_links_lead_somewhere(page):
         assert path.exists(), f"{page.name}: {link}"
         if anchor:
             assert anchor in anchors(path), f"{page.name}: {link}"
+
+
+def test_the_loss_in_the_readme_is_that_of_the_scripts():
+    block = re.search(r"```python\n# plain\n(.*)# turbo\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    for shown, name in zip(block.groups(), ("", "_torchcompile"), strict=True):
+        script = (ROOT / "leanrl" / f"sac_continuous_action{name}.py").read_text()
+        assert textwrap.indent(shown, " " * 12) in script, name
 
 
 def test_every_page_is_two_clicks_from_the_readme():

@@ -31,7 +31,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from common.scripts import optimizers_of
 from instruments import __main__ as command
-from instruments import frames, instrument, plots, videos
+from instruments import frames, instrument, playing, plots, videos
 from instruments.baseline import RandomBaseline
 from instruments.frames import FrameDump, in_order
 from instruments.gradients import GradientWatch, keep_gradients
@@ -521,3 +521,11 @@ def test_flags_of_the_script_follow_two_dashes(tmp_path, monkeypatch, capsys):
     (run,) = tmp_path.iterdir()
     assert json.loads((run / "random_baseline.json").read_text())["mean_return"] < -500
     assert json.loads((run / "summary.json").read_text())["global_step"] == 60
+
+
+@pytest.mark.parametrize(("env_id", "follows"), [("HalfCheetah-v5", True), ("InvertedPendulum-v5", False)])
+def test_a_video_follows_a_body_that_runs(env_id, follows):
+    """Where the model has a camera for that. Without it the cheetah leaves the picture within two seconds."""
+    env = playing.make_env(env_id, 1, "rgb_array")
+    assert (env.unwrapped.mujoco_renderer.camera_id >= 0) == follows
+    env.close()
