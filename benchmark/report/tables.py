@@ -141,12 +141,10 @@ def short_table(results):
     theirs = [one["summary"].get("versions", {}) for own in groups for one in own if one["mode"] == "cleanrl"]
     if theirs:
         text += f" CleanRL's scripts run with {versions(theirs, ('torch', 'gymnasium'))}, and with MuJoCo's v4 tasks."
-    parts = [Table(text, ("", *COLUMNS, f"{LEANRL} / CleanRL"), rows).markdown()]
-    if any("†" in cell for row in rows for cell in row):
-        parts.append(f"† {BEFORE}")
-    if elsewhere:
-        parts.append(f"‡ On a {', '.join(dict.fromkeys(elsewhere))}.")
-    return "\n\n".join(parts)
+    table = Table(text, ("", *COLUMNS, f"{LEANRL} / CleanRL"), rows).markdown()
+    notes = [f"† {BEFORE}"] if any("†" in cell for row in rows for cell in row) else []
+    notes += [f"‡ On a {', '.join(dict.fromkeys(elsewhere))}."] if elsewhere else []
+    return "\n\n".join(filter(None, (table, " ".join(notes))))
 
 
 def short_cell(results):
