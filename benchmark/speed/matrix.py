@@ -161,6 +161,7 @@ class Job:
             return result | {"failed": str(folder / "log.txt"), "exit_code": status}
         result |= editions.today(*summary.parent.glob("*.py"))  # the run's copy of the script; peers have none
         result["summary"] = read(summary)
+        result["cache"] = "cold"
         config = summary.with_name("config.json")
         if config.exists():  # peers have none
             result["config"] = read(config)
@@ -238,7 +239,6 @@ class LearningRun(Job):
             parts = self.parts(mode)
             seconds = [read(part)["wall_seconds"] for part in parts]
             result["summary"]["wall_seconds"] = sum(seconds)
-            result["cache"] = "cold"
             result["curve"] = learning_curve([part.parent for part in parts])
         return result
 

@@ -142,7 +142,7 @@ def test_a_run_has_time_slices_and_writes_a_summary(peers, algo, peer, tmp_path)
     assert set(done.stdout.split()) == {"over"} and len(done.stdout.split()) > 2
     assert summary["steady_sps"] > 0 and summary["warmup_seconds"] > 0 and summary["device"] == "cpu"
     assert summary["global_step"] >= int(SMALL[algo].split("--total-timesteps ")[1].split()[0])
-    if algo != "ppo_lstm":  # whose episodes may all be longer
+    if algo not in ("ppo_lstm", "dqn_atari"):  # whose episodes may all be longer
         assert len(learning_curve([path.parent])) > 1
 
 
