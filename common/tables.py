@@ -42,12 +42,12 @@ def mean_and_deviation(values):
 
 
 def spread(values, form):
-    """Median and range, as "2.1 (2.0 to 2.3)"; a single value has no range."""
+    """Median and range, as "2.1 (2.0 to 2.3)"; equal values have no range."""
     values = [value for value in values if value is not None]
     if not values:
         return "none"
     low, middle, high = (form.format(value) for value in (min(values), statistics.median(values), max(values)))
-    return f"{middle} ({low} to {high})" if len(values) > 1 else middle
+    return f"{middle} ({low} to {high})" if low != high else middle
 
 
 def with_table(page, name, text):
