@@ -38,7 +38,7 @@ def report(tmp_path, monkeypatch):
     modes |= {mode: (str(program), "{algo}_torchcompile", *flags) for mode, flags in rounds.TURBO_FLAGS.items()}
     monkeypatch.setattr(rounds, "MODES", modes)
     monkeypatch.setattr(gpu_report, "FLAGS", SMALL)
-    monkeypatch.setattr(gpu_report, "AGREEMENT", "-c print('12 passed')")
+    monkeypatch.setattr(gpu_report, "AGREEMENT", "-c \"print('12 passed')\"")
 
     def run(**settings):
         with emulated_cuda(), pytest.raises(SystemExit) as ended:
