@@ -32,7 +32,7 @@ from common.tables import Table
 ALGOS = ("sac_continuous_action", "ppo_continuous_action", "ppo_atari_envpool")
 MODES = tuple(rounds.MODES)
 FLAGS = {"sac_continuous_action": "--learning-starts 1000 --buffer-size 100000"}  # soon in steady state
-SLICES = {"sac_continuous_action": 200}  # steps of a slice; PPO's are an iteration or more
+SLICES = {"sac_continuous_action": 1000, "ppo_continuous_action": 8192, "ppo_atari_envpool": 4096}  # steps
 AGREEMENT = "-m pytest -q -m gpu -k 'test_modes_agree and real and not 1e9' tests/algorithms/test_sac.py "
 AGREEMENT += "tests/algorithms/test_ppo.py"
 CARD = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "memory.total")
@@ -81,9 +81,7 @@ def measure(algo, args, folder):
         if time.monotonic() > deadline or all(sum(s for _, s in own) >= args.seconds for own in taken.values()):
             raise rounds.Enough
 
-    settings = rounds.RoundArgs(
-        algo=algo, total_timesteps=60 * SLICES.get(algo, 1), flags=FLAGS.get(algo, ""), run_dir=folder
-    )
+    settings = rounds.RoundArgs(algo=algo, total_timesteps=60 * SLICES[algo], flags=FLAGS.get(algo, ""), run_dir=folder)
     statuses = rounds.run_round(settings, rounds.programs_of(algo, MODES), SEED, after_slice=after_slice, together=True)
     return {mode: speed(taken[mode][1:], statuses.get(mode), folder / mode / str(SEED) / "log.txt") for mode in MODES}
 
