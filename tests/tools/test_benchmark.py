@@ -66,7 +66,7 @@ print(slices.done, slices.waited, slices.steps_per_second, file=slices.channel)
 def test_a_process_that_nobody_drives_any_more_ends(tmp_path):
     command = [sys.executable, program(tmp_path / "program.py", "slices(1)\nprint('alive', file=slices.channel)")]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout == "over\n"
+    assert done.returncode == 1 and done.stdout == "0 0.0\n"
 
 
 @pytest.mark.parametrize("death", ["os._exit(3)", "slices(1)\nos._exit(3)", "slices(1)\nslices(11)\nos._exit(3)"])
@@ -417,7 +417,8 @@ def test_slices_begin_when_the_run_is_warm(tmp_path):
     (tmp_path / "warming.py").write_text(WARMING)
     words = ["-m", "benchmark.speed.interleaved", tmp_path / "warming.py", f"--run-dir={tmp_path}"]
     done = subprocess.run([sys.executable, *words], input=100 * "\n", cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.splitlines() == ["over"] * (1 + (600 - 110) // 10), done.stderr
+    slices = [line.split()[0] for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and slices == ["0"] + ["10"] * ((600 - 110) // 10), done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert len(summary["slice_speeds"]) == 49 and min(summary["slice_speeds"]) > 0
     assert 0.1 < summary["warmup_seconds"] < 999 < summary["wall_seconds"] < 1000
