@@ -13,7 +13,8 @@ SLICES = "--slices"  # the flag of a peer that takes turns
 class TimeSlices:
     """Divides a run into slices of at least a sixtieth of its steps, and counts steps and seconds of each.
 
-    A line on standard output reports the end of a slice. A line on standard input starts the next one.
+    A line on standard output reports the end of a slice, with its steps and seconds (first 0 and 0: the run is warm). A
+    line on standard input starts the next one.
     """
 
     def __init__(self, total_timesteps):
@@ -27,11 +28,13 @@ class TimeSlices:
     def __call__(self, step):
         """Call between environment steps, with the current `step`. The first call and the end of a slice wait."""
         now = time.perf_counter()
+        ended = (0, 0.0)
         if self.begin:
-            if step - self.begin[0] < self.steps:
+            ended = (step - self.begin[0], now - self.begin[1])
+            if ended[0] < self.steps:
                 return
-            self.done.append((step - self.begin[0], now - self.begin[1]))
-        print("over", file=self.channel, flush=True)
+            self.done.append(ended)
+        print(*ended, file=self.channel, flush=True)
         if not sys.stdin.readline():
             raise SystemExit("the process that starts the slices has ended")
         self.begin = (step, time.perf_counter())

@@ -16,7 +16,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: processes that share cores wait for threads
 if not Path("/dev/nvidiactl").exists():
-    os.environ["TRITON_INTERPRET"] = "1"  # for generated_cuda.py
+    os.environ["TRITON_INTERPRET"] = "1"  # for generated_cuda.py; with a GPU, triton compiles for it instead
 
 import copies
 import gymnasium as gym
@@ -203,6 +203,15 @@ SMALL_LEARNERS["ppo_atari"] = {"num_envs": 2, "num_steps": 16, "num_minibatches"
 SMALL_LEARNERS |= {name: {"num_envs": 2, "batch_size": 8, "buffer_size": 64} for name in ("dqn_atari", "sac_atari")}
 SMALL_LEARNERS["ppo"] = SMALL_LEARNERS["ppo_atari"] | {"env_id": "Pendulum-v1"}
 SMALL_LEARNERS["ppo_lstm"] = {"num_envs": 4, "num_steps": 12, "num_minibatches": 2, "update_epochs": 2}
+
+
+def missing_interpreter():
+    """Why generated_cuda.py cannot be used here, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "generated CUDA code needs triton"
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return "generated CUDA code needs Triton's interpreter: TRITON_INTERPRET=1 pytest, which cannot use the GPU"
+    return None
 
 
 def stem(script):

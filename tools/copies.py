@@ -63,8 +63,8 @@ def shared(path, source):
                 places[name,] = (starts[node.lineno - 1], starts[node.end_lineno])
         if isinstance(node, ast.ClassDef) and node.name == "Args":
             places |= flags(path, source, starts[node.lineno], starts[node.end_lineno])
-    for pin in re.finditer(r'"([\w-]+)==([^"]+)"', source):
-        places[pin[1], "version"] = pin.span(2)
+    for package in re.finditer(r'"([\w-]+)([<>]=[^"]+)"', source):
+        places[package[1], "version"] = package.span(2)
     return places
 
 

@@ -21,7 +21,7 @@ from benchmark.report import curves, figures, tables
 from benchmark.report.data import grouped, load
 from benchmark.report.tables import learning_tables, speed_tables
 from benchmark.results import read
-from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, population, scaling, tips
+from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, population, scaling, start, tips
 from common import ROOT
 from common.curves import last_tenth
 from common.tables import Table, with_table
@@ -36,7 +36,7 @@ PAGES = {  # tables by page, beside those of README.md and doc/report.html; "cur
     "doc/dqn.md": ("curve dqn_cartpole", "curve dqn_breakout"),
     "doc/many_runs.md": ("curve population_pendulum", "population", "agents"),
     "doc/results.md": ("learning",),
-    "doc/speed.md": ("speed",),
+    "doc/speed.md": ("speed", "start"),
     "doc/tricks.md": (*(f"tricks of {algo}" for algo in ablation.TRICKS), "scaling", "tips"),
     "doc/counted_costs.md": ("launches",),
     "doc/torch_compile.md": ("modes",),
@@ -87,6 +87,7 @@ def texts(results):
         "scaling": scaling.table(measured),
         "tips": tips.table(measured),
         "modes": compile_modes.table(measured),
+        "start": start.table(measured),
         "overhead": instrument_overhead.table(measured),
         "population": population.table(measured),
         "launches": launches.table(counted),

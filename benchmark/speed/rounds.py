@@ -122,10 +122,19 @@ def command(args, program, seed, folder):
     return [*program, *common, *args.flags.split()]
 
 
-def run_round(args, programs, seed, on_slice=lambda name: None):
-    """Train `programs`, by name, with one seed: warm up one after another, then in interleaved time slices.
+class Enough(BaseException):
+    """Ends a round from one of its callbacks: the programs that still train are killed."""
 
-    Returns exit codes by name, which are not 0 for programs that crashed. `on_slice` is called at the start of a slice.
+
+def ignore(*inputs):
+    pass
+
+
+def run_round(args, programs, seed, on_slice=ignore, after_slice=ignore, together=False):
+    """Train `programs`, by name, with one seed: warm up one after another, or `together`, then take turns in slices.
+
+    Returns exit codes by name, which are not 0 for programs that crashed. `on_slice` is called with a name at the start
+    of a slice; `after_slice` with name, steps and seconds at its end, and with 0 steps once the program is warm.
     """
     statuses = {}
     processes = {}
@@ -135,8 +144,10 @@ def run_round(args, programs, seed, on_slice=lambda name: None):
     def wait(name):
         on_slice(name)
         with monitor.watching(name, processes[name].pid):
-            over = processes[name].stdout.readline()
-        if not over:
+            ended = processes[name].stdout.readline().split()
+        if ended:
+            after_slice(name, int(ended[0]), float(ended[1]))
+        else:
             statuses[name] = processes.pop(name).wait()
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
@@ -146,12 +157,17 @@ def run_round(args, programs, seed, on_slice=lambda name: None):
                 variables = os.environ | cold(Path(caches, name)) | environment(name)
                 words = command(args, program, seed, folders[name])
                 processes[name] = start(words, folders[name] / "log.txt", env=variables, **pipes)
+                if not together:
+                    wait(name)
+            for name in programs if together else ():
                 wait(name)
             while processes:
                 for name in list(processes):
                     with contextlib.suppress(BrokenPipeError):  # it has died, which `wait` will report
                         print(file=processes[name].stdin, flush=True)
                     wait(name)
+        except Enough:
+            pass
         finally:
             for process in processes.values():
                 end(process)

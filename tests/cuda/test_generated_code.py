@@ -18,7 +18,8 @@ from test_training_on_cuda import OTHERS, SIZES, batched, no_export
 
 from leanrl import ppo_lstm_torchcompile, sac_population_torchcompile
 
-pytest.importorskip("triton")
+if (reason := conftest.missing_interpreter()) is not None:
+    pytest.skip(reason, allow_module_level=True)
 from generated_cuda import KERNEL, call_of, compiled_for_cuda
 
 SCRIPTS = TURBO | {"ppo_lstm": ppo_lstm_torchcompile}

@@ -22,7 +22,6 @@ from conftest import (
     transitions,
 )
 from emulated_cuda import emulated_cuda
-from generated_cuda import compiled_for_cuda
 from test_ppo import fix_order, roll_out
 from test_ppo_lstm import LONG_MAZE, returns_in_the_maze
 from test_ppo_lstm import roll_out as roll_out_episodes
@@ -179,6 +178,10 @@ def check_graphs(script, make_turbo):
 
 def check_generated_code(make_turbo):
     """What would run on a card computes what torch computes."""
+    if (reason := conftest.missing_interpreter()) is not None:
+        pytest.skip(f"{reason}; all other checks of this edit passed")
+    from generated_cuda import compiled_for_cuda
+
     with emulated_cuda(), compiled_for_cuda(check=True) as session:
         learner = make_turbo(device="cuda", compile=True)
         for i in range(2):
@@ -223,11 +226,11 @@ def test_the_edit_works(title, tmp_path, monkeypatch):
         check_run(module, title, tmp_path / kind)
     make_turbo = partial(make, turbo, title)
     check_graphs(turbo, make_turbo)
-    if title in EXECUTED:
-        check_generated_code(make_turbo)
     with monkeypatch.context() as patch:
         check_updates(make(plain, title), make_turbo(), patch)
     check_one_graph(make_turbo, monkeypatch)
+    if title in EXECUTED:
+        check_generated_code(make_turbo)
 
 
 def places_and_lines(title):

@@ -563,7 +563,8 @@ def test_the_code_that_is_generated_for_a_card(tmp_path):
 
     In a new process: a fork of one in which other tests have compiled can crash.
     """
-    pytest.importorskip("triton")
+    if (reason := conftest.missing_interpreter()) is not None:
+        pytest.skip(reason)
     program = f"import test_multigpu; test_multigpu.train_with_generated_code(test_multigpu.Path({str(tmp_path)!r}))"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     code = subprocess.run([sys.executable, "-c", program], env=env, timeout=900).returncode

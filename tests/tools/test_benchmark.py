@@ -20,13 +20,13 @@ from conftest import WITH_PYTHON, Terminal, wait_for
 
 from benchmark.algorithms import ALGORITHMS
 from benchmark.speed import matrix, monitor, rounds
-from benchmark.studies import ablation, compile_modes, instrument_overhead, population, scaling, tips
+from benchmark.studies import ablation, compile_modes, instrument_overhead, population, scaling, start, tips
 from common import ROOT
 from common.folders import locked
 from common.scripts import load
 
 LOCKED = (ablation, compile_modes, instrument_overhead)
-STUDIES = (*LOCKED, population, scaling, tips)
+STUDIES = (*LOCKED, population, scaling, start, tips)
 
 
 def program(path, body):
@@ -57,7 +57,7 @@ print(slices.done, slices.waited, slices.steps_per_second, file=slices.channel)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen([sys.executable, program(tmp_path / "program.py", body)], **pipes)
     for _ in range(4):
-        assert process.stdout.readline() == "over\n"
+        assert len(process.stdout.readline().split()) == 2
         print(file=process.stdin, flush=True)
     done = [(10, 1.0), (10, 2.0), (10, 3.0)]
     assert process.communicate()[0] == f"{done} 400.0 {30 / 6.0}\n"
@@ -66,7 +66,7 @@ print(slices.done, slices.waited, slices.steps_per_second, file=slices.channel)
 def test_a_process_that_nobody_drives_any_more_ends(tmp_path):
     command = [sys.executable, program(tmp_path / "program.py", "slices(1)\nprint('alive', file=slices.channel)")]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout == "over\n"
+    assert done.returncode == 1 and done.stdout == "0 0.0\n"
 
 
 @pytest.mark.parametrize("death", ["os._exit(3)", "slices(1)\nos._exit(3)", "slices(1)\nslices(11)\nos._exit(3)"])
@@ -184,6 +184,7 @@ def test_bad_input(capsys):
         (population, {"agents": (2, 0)}, "--agents 0: give a finite number from 1"),
         (population, {"seconds": math.nan}, "--seconds nan: give a finite number from 0"),
         (scaling, {"num_envs": (0,)}, "--num-envs 0: give a finite number from 1"),
+        (start, {"times": 0}, "--times 0: give a finite number from 1"),
         (tips, {"rounds": 0}, "--rounds 0: give a finite number from 1"),
         *((study, {"results": Path("/sys/none")}, "--results /sys/none: give a folder that can") for study in STUDIES),
         *((study, {"run_dir": Path("/sys/none")}, "--run-dir /sys/none: give a folder that can") for study in LOCKED),
@@ -417,7 +418,8 @@ def test_slices_begin_when_the_run_is_warm(tmp_path):
     (tmp_path / "warming.py").write_text(WARMING)
     words = ["-m", "benchmark.speed.interleaved", tmp_path / "warming.py", f"--run-dir={tmp_path}"]
     done = subprocess.run([sys.executable, *words], input=100 * "\n", cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.splitlines() == ["over"] * (1 + (600 - 110) // 10), done.stderr
+    slices = [line.split()[0] for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and slices == ["0"] + ["10"] * ((600 - 110) // 10), done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert len(summary["slice_speeds"]) == 49 and min(summary["slice_speeds"]) > 0
     assert 0.1 < summary["warmup_seconds"] < 999 < summary["wall_seconds"] < 1000
@@ -713,6 +715,29 @@ def test_scripts_understand_the_flags_of_the_modes(algo):
     script = load(f"{algo}_torchcompile")
     for flags in compile_modes.MODES.values():
         tyro.cli(script.Args, args=flags)
+
+
+def test_a_warm_start_finds_what_the_cold_one_left(tmp_path, monkeypatch):
+    """Each run of this program takes a second longer without its cache, and prints a line once it is warm."""
+    body = """
+import os, time
+from pathlib import Path
+cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "code")
+if not cache.exists():
+    time.sleep(1)
+cache.touch()
+print("0 0.0", flush=True)
+time.sleep(60)
+"""
+    path = tmp_path / "program.py"
+    path.write_text(body)
+    monkeypatch.setattr(start, "INTERLEAVED", (path,))
+    seconds = start.measure(start.Args(times=2), "dqn")
+    assert all(len(found) == 2 for found in seconds.values())
+    assert min(seconds["cold"]) > 1 and max(seconds["warm"]) < min(seconds["cold"]) - 0.5
+    assert start.rows({"algo": "dqn", "seconds": {"cold": [20.2, 31.0, 25.4], "warm": [5.0] * 3}}) == [
+        ["DQN, CartPole-v1", "25 (20 to 31)", "5"]
+    ]
 
 
 def test_overhead_is_a_ratio_to_the_run_alone():

@@ -139,7 +139,8 @@ def test_a_run_has_time_slices_and_writes_a_summary(peers, algo, peer, tmp_path)
     assert done.returncode == 0, done.stderr
     [path] = tmp_path.glob("*/summary.json")
     summary = json.loads(path.read_text())
-    assert set(done.stdout.split()) == {"over"} and len(done.stdout.split()) > 2
+    slices = [[float(number) for number in line.split()] for line in done.stdout.splitlines()]
+    assert slices[0] == [0, 0] and len(slices) > 2 and all(steps > 0 and seconds > 0 for steps, seconds in slices[1:])
     assert summary["steady_sps"] > 0 and summary["warmup_seconds"] > 0 and summary["device"] == "cpu"
     assert summary["global_step"] >= int(SMALL[algo].split("--total-timesteps ")[1].split()[0])
     if algo not in ("ppo_lstm", "dqn_atari"):  # whose episodes may all be longer

@@ -26,22 +26,22 @@ def metadata(source):
     return tomllib.loads("".join(line[2:] for line in block["content"].splitlines(keepends=True)))
 
 
-def pins(path):
+def required(path):
     """The packages of a requirements file and of those that it includes."""
     packages = []
     for line in path.read_text().splitlines():
-        packages += pins(path.parent / line[3:]) if line.startswith("-r ") else [line]
+        packages += required(path.parent / line[3:]) if line.startswith("-r ") else [line]
     return packages
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_a_script_names_the_pinned_packages(script):
+def test_a_script_names_the_required_packages(script):
     kind = "requirements"
     if "atari" in script.stem:
         kind = "atari"
     elif "continuous" in script.stem or script.stem.startswith("sac_population"):
         kind = "mujoco"
-    packages = pins(ROOT / "requirements" / f"{kind}.txt")
+    packages = required(ROOT / "requirements" / f"{kind}.txt")
     if not script.stem.endswith("_torchcompile"):
         packages = [package for package in packages if not package.startswith("tensordict")]
     assert metadata(script.read_text()) == {"requires-python": ">=3.11,<3.15", "dependencies": packages}

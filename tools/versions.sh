@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Tests the scripts with other versions of torch: turbo equals plain, the CUDA code that each version generates, and the
+# edits of doc/changing.md. Prints a row of a table for each.
+#
+#   tools/versions.sh                   # all versions that the requirements allow
+#   tools/versions.sh 2.12 2.15         # some
+#   PYTHON=3.13 tools/versions.sh 2.15  # with another Python
+#
+# It needs uv, about 6 GB for each version (PyPI's torch for Linux is the build for CUDA), and half an hour on 2 cores.
+# The oldest torch comes with the oldest versions of all packages that the requirements allow. Environments and logs are
+# kept in .versions/.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-3.11}
+oldest=2.11
+tests="turbo_equals_plain or training_runs_generated_code or the_edit_works or each_function_gets_the_mode"
+packages=(torch tensordict gymnasium mujoco numpy envpool)
+row() { printf '|'; printf ' %s |' "$@"; printf '\n'; }
+
+mkdir -p .versions
+[ $# -gt 0 ] || set -- 2.11 2.12 2.13 2.14 2.15
+row Python "${packages[@]}" tests
+row --- "${packages[@]/*/---}" ---
+failed=0
+for version in "$@"; do
+  name=.versions/torch-$version-python-$python
+  resolution=highest
+  [ "$version" = $oldest ] && resolution=lowest-direct
+  uv venv -q --allow-existing -p "$python" "$name"
+  uv pip install -q -p "$name" --resolution $resolution -r requirements/test.txt "torch==$version.*"
+  . "$name/bin/activate"
+  pytest -q -n 2 -p no:cacheprovider -m "not planted and not finding" -k "$tests" > "$name.log" 2>&1 || failed=1
+  result=$(tail -n 1 "$name.log")
+  found=$(python -c "import sys; from importlib.metadata import version as v; print(*map(v, sys.argv[1:]))" "${packages[@]}")
+  read -ra versions <<< "$found"
+  row "$python" "${versions[@]}" "${result//=/}"
+  deactivate
+done
+exit $failed
