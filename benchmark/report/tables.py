@@ -223,14 +223,16 @@ def sentence(results):
     steps = min(run["summary"]["global_step"] for run in runs)
     parts = []
     for name, own in shown.items():
-        low, *_, high = sorted(data.minutes(own))
+        low, high = min(data.minutes(own)), max(data.minutes(own))
         about = [f"{low:.1f} to {high:.1f}"] * (len(own) > 1)
         about += [f"{data.cache(own) or 'unrecorded'} compiler cache"] * (name == LEANRL)
         minutes = f"{statistics.median(data.minutes(own)):.1f} minutes ({', '.join(about)})".removesuffix(" ()")
         end = statistics.mean(end_of(run["curve"]) for run in own)
         parts.append(f"{TAKES.get(name, name)} takes {minutes} and reaches a return of {end:.0f}.")
-    text = f"PPO, {steps:,} steps of HalfCheetah-v5 on a {describe(runs[0]['machine'])}: {' '.join(parts)} "
-    text += f"Minutes are medians with their range, and returns are means, over {count_seeds(shown.values())}."
+    threads = " with one thread" if all("--threads=1" in run.get("command", "") for run in runs) else ""
+    text = f"PPO, {steps:,} steps of HalfCheetah-v5 on a {describe(runs[0]['machine'])}{threads}: {' '.join(parts)} "
+    over = count_seeds(shown.values())
+    text += "One seed." if over == "1 seed" else f"Minutes are medians with their range, returns means, over {over}."
     text += " CleanRL runs HalfCheetah-v4." if "CleanRL" in shown else ""
     return f"{text} {BEFORE}" if editions.is_earlier(runs) else text
 

@@ -9,7 +9,6 @@ LEANRL_2024. Both were written for the gymnasium of 2023, so each has its own en
 tasks. A script logs its speed during training. From the second log on, each log may end a time slice.
 """
 
-import importlib.metadata
 import json
 import os
 import runpy
@@ -24,7 +23,6 @@ from common.arguments import stop
 from common.slices import SLICES, TimeSlices
 
 VARIABLES = {"cleanrl": "CLEANRL", "leanrl-2024": "LEANRL_2024"}  # variables with the folders of the checkouts
-PACKAGES = ("torch", "tensordict", "gymnasium", "numpy", "mujoco", "envpool")
 
 
 def python(peer):
@@ -51,6 +49,8 @@ def start(peer="", *words):
 def train(peer, checkout, algo, *words):
     """Run a script with the flags of ours, and write summary.json like our scripts."""
     import torch
+
+    from common.machine import versions
 
     flags = dict(word.removeprefix("--").split("=") for word in words if word != SLICES)
     folder = Path(flags.pop("run-dir")).absolute() / f"{flags['env-id']}__{peer}__{flags['seed']}__{time.time_ns()}"
@@ -108,12 +108,6 @@ def watch_leanrl(algo, folder, on_log):
     sys.modules["wandb"] = SimpleNamespace(init=lambda **settings: None, log=lambda values, step: on_log(step))
     more = ["--compile", "--cudagraphs"] if torch.cuda.is_available() else ["--compile"]
     return f"leanrl/{algo}_torchcompile.py", more
-
-
-def versions():
-    """Versions of the installed PACKAGES."""
-    installed = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
-    return {name: importlib.metadata.version(name) for name in PACKAGES if name in installed}
 
 
 def commit(checkout):
