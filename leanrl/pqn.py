@@ -212,12 +212,11 @@ class PQN:
         }
 
     def load_state_dict(self, state):
-        """Restore a `state_dict`, but keep the learning rate of this run's flags."""
+        """Restore a `state_dict`."""
         for name, network in self.networks.items():
             network.load_state_dict(state["networks"][name])
         for name, optimizer in self.optimizers.items():
-            own_rates = {"param_groups": optimizer.state_dict()["param_groups"]}
-            optimizer.load_state_dict(state["optimizers"][name] | own_rates)
+            optimizer.load_state_dict(state["optimizers"][name])
         self.updates = state["updates"]
         self.rng.bit_generator.state = state["numpy_rng"]
         torch.set_rng_state(state["rng"])
@@ -233,7 +232,7 @@ def epsilon(step, args):
 def train(args):
     """Train an agent."""
     device, folder = prepare(args)
-    check_minibatches(args)
+    check_batch_size(args)
     envs = make_envs(args, folder)
     require_discrete_actions(args, envs)
     learner = PQN(args, envs, device)
@@ -257,8 +256,8 @@ def train(args):
             run.log(learner.losses())
 
 
-def check_minibatches(args):
-    """Refuse sizes that do not fit together."""
+def check_batch_size(args):
+    """Refuse a batch that cannot be divided evenly into minibatches."""
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         refuse("num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch_size}")

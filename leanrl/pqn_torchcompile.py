@@ -7,7 +7,7 @@ The updates are those of the plain version, pqn.py. Why it is faster:
 3. The rollout is one block of host memory, copied to the device at once (`PQN.record`, `PQN.update`).
 4. Values of a rollout are computed at once, and targets in log2(num_steps) rounds (`PQN.make_batch`, `discounted`).
 5. `--compile` compiles a minibatch's forward, backward, clipping and RAdam into one graph (`PQN.update_minibatch`).
-6. `--cudagraphs` replays all epochs of an iteration as one CUDA graph (`PQN.learn`).
+6. `--cudagraphs` replays an iteration, targets and all epochs, as one CUDA graph (`PQN.learn`).
 
     python leanrl/pqn_torchcompile.py --env-id CartPole-v1 --compile --cudagraphs
 """
@@ -158,7 +158,6 @@ class PQN:
         self.orders = torch.zeros(args.update_epochs, batch_size, dtype=torch.int64, device=device)
 
         self.update_minibatch = self.compiled(self.update_minibatch)
-        self.make_batch = self.captured(self.make_batch)
         self.learn = self.captured(self.learn)
 
     @torch.no_grad()
@@ -185,7 +184,8 @@ class PQN:
         self.store(grad_norm=grad_norm)
 
     def learn(self):
-        """Pass over the batch in minibatches, once for each of `orders`."""
+        """Compute the targets of the rollout, then pass over it in minibatches, once for each of `orders`."""
+        self.make_batch()
         for order in self.orders:
             for rows in order.chunk(self.args.num_minibatches):
                 torch.index_select(self.batch, 0, rows, out=self.minibatch)
@@ -195,7 +195,6 @@ class PQN:
         """Learn from the rollout. A CUDA device may still be computing when this returns."""
         self.optimizers["q"].lr.fill_(learning_rate)
         self.rollout.copy_(self.host_rollout)
-        self.make_batch()
         # random numbers are drawn outside of graphs, so that all modes draw the same
         self.orders.copy_(torch.rand(self.orders.shape, device=self.device).argsort(-1))
         self.learn()
@@ -375,9 +374,7 @@ class ClippedRAdam:
         self.m = torch.zeros(sum(w.numel() for w in self.weights), device=device)
         self.v = torch.zeros_like(self.m)
         self.lr = torch.tensor(lr, device=device)
-        self.betas = torch.tensor((self.beta1, self.beta2), dtype=torch.float64, device=device)
-        self.powers = torch.ones_like(self.betas)  # of both betas: beta**t
-        self.steps = torch.zeros(1, dtype=torch.float64, device=device)  # t
+        self.steps = torch.zeros((), dtype=torch.float64, device=device)  # float32 is too coarse for `length` below
 
     def gradient(self, loss):
         """The gradient of `loss` as one vector."""
@@ -388,18 +385,19 @@ class ClippedRAdam:
         """Update the weights in place by `gradient`; returns its norm before clipping."""
         norm = gradient.norm()
         gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        self.steps.add_(1)
-        self.powers.mul_(self.betas)
         self.m.lerp_(gradient, 1 - self.beta1)
         self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
 
-        # while the moving average of squares is too short to have a variance, the step is that of momentum alone
-        power1, power2 = self.powers.split(1)
+        self.steps.add_(1)
+        correction1 = 1 - self.beta1**self.steps
+        correction2 = 1 - self.beta2**self.steps
+
+        # algorithm 2: until the moving average of squares is long enough, the step is that of momentum alone
         longest = 2 / (1 - self.beta2) - 1
-        length = longest - 2 * self.steps * power2 / (1 - power2)
-        variance = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-        rectified = (variance.clamp(min=0) * (1 - power2)).sqrt().float() / (self.v.sqrt() + self.eps)
-        scale = torch.where(length > 5, rectified, 1.0) * (self.lr / (1 - power1).float())
+        length = longest - 2 * self.steps * self.beta2**self.steps / correction2
+        rectification = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        adaptive = (rectification.clamp(min=0) * correction2).sqrt() / (self.v.sqrt() + self.eps)
+        scale = torch.where(length > 5, adaptive, 1.0) * (self.lr / correction1)  # torch's 5: the paper has 4
         torch._foreach_sub_(self.weights, self.parts(self.m * scale))
         return norm
 
@@ -410,7 +408,7 @@ class ClippedRAdam:
 
     def tensors(self):
         """The state that a resumed run needs."""
-        return {"m": self.m, "v": self.v, "powers": self.powers, "steps": self.steps}
+        return {"m": self.m, "v": self.v, "steps": self.steps}
 
 
 def needed_guards(guards):
@@ -440,7 +438,7 @@ def train(args):
     if args.compile and device.type == "cpu" and " " in torch.__file__ + tempfile.gettempdir():
         remedy = f"give torch and TMPDIR paths without a space, not {torch.__file__} and {tempfile.gettempdir()}"
         refuse("compile", True, remedy)
-    check_minibatches(args)
+    check_batch_size(args)
     envs = DirectEnvs(make_envs(args, folder))
     require_discrete_actions(args, envs)
     learner = PQN(args, envs, device)
@@ -464,8 +462,8 @@ def train(args):
             run.log(learner.losses())
 
 
-def check_minibatches(args):
-    """Refuse sizes that do not fit together."""
+def check_batch_size(args):
+    """Refuse a batch that cannot be divided evenly into minibatches."""
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         refuse("num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch_size}")
