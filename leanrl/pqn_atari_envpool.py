@@ -173,6 +173,7 @@ class PQN:
 
     def update_minibatch(self, rows):
         """One step of RAdam on rows of a batch."""
+        # TD loss
         actions = rows["actions"].long()[:, None]
         q = self.q(rows["obs"]).gather(-1, actions).squeeze(-1)
         td_loss = masked_mean((q - rows["targets"]).square(), rows["valid"])
