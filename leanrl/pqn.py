@@ -154,6 +154,7 @@ class PQN:
 
     def update_minibatch(self, rows):
         """One step of RAdam on rows of a batch."""
+        # TD loss
         q = self.q(rows["obs"]).gather(-1, rows["actions"][:, None]).squeeze(-1)
         td_loss = (q - rows["targets"]).square().mean()
         self.optimizers["q"].zero_grad()

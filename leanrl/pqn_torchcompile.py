@@ -176,6 +176,8 @@ class PQN:
     def update_minibatch(self):
         """One step of RAdam on `minibatch`."""
         obs, actions, targets = self.minibatch.split(self.batch_widths, -1)
+
+        # TD loss
         q = self.q(obs).gather(-1, actions.long())
         td_loss = (q - targets).square().mean()
         self.store(q_values=q.mean(), td_loss=td_loss)
@@ -374,7 +376,25 @@ class ClippedRAdam:
         self.m = torch.zeros(sum(w.numel() for w in self.weights), device=device)
         self.v = torch.zeros_like(self.m)
         self.lr = torch.tensor(lr, device=device)
-        self.steps = torch.zeros((), dtype=torch.float64, device=device)  # float32 is too coarse for `length` below
+        self.sizes = self.step_sizes().to(device)
+        self.steps = torch.zeros(1, dtype=torch.int64, device=device)  # so far
+
+    def step_sizes(self):
+        """Sizes of the first steps, (20_000, 2), with rectification and without it (algorithm 2): one of them is 0.
+
+        Later sizes are equal to the last, to float32's precision. They are computed once, because a compiled step would
+        repeat the computation throughout its loop over the weights.
+        """
+        t = torch.arange(1, 20_001, dtype=torch.float64)
+        correction1 = 1 - self.beta1**t
+        correction2 = 1 - self.beta2**t
+        longest = 2 / (1 - self.beta2) - 1
+        length = longest - 2 * t * self.beta2**t / correction2  # of the moving average of squares
+        rectification = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        rectified = (rectification.clamp(min=0) * correction2).sqrt() / correction1
+        momentum = 1 / correction1
+        long = length > 5  # torch's threshold: the paper has 4
+        return torch.stack((torch.where(long, rectified, 0), torch.where(long, 0, momentum)), -1).float()
 
     def gradient(self, loss):
         """The gradient of `loss` as one vector."""
@@ -388,16 +408,10 @@ class ClippedRAdam:
         self.m.lerp_(gradient, 1 - self.beta1)
         self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
 
+        # until the moving average of squares is long enough, the step is that of momentum alone
+        rectified, momentum = self.sizes[self.steps.clamp(max=len(self.sizes) - 1)].unbind(-1)
         self.steps.add_(1)
-        correction1 = 1 - self.beta1**self.steps
-        correction2 = 1 - self.beta2**self.steps
-
-        # algorithm 2: until the moving average of squares is long enough, the step is that of momentum alone
-        longest = 2 / (1 - self.beta2) - 1
-        length = longest - 2 * self.steps * self.beta2**self.steps / correction2
-        rectification = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-        adaptive = (rectification.clamp(min=0) * correction2).sqrt() / (self.v.sqrt() + self.eps)
-        scale = torch.where(length > 5, adaptive, 1.0) * (self.lr / correction1)  # torch's 5: the paper has 4
+        scale = self.lr * (rectified / (self.v.sqrt() + self.eps) + momentum)
         torch._foreach_sub_(self.weights, self.parts(self.m * scale))
         return norm
 

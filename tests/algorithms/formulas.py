@@ -33,7 +33,7 @@ def name_of(script):
 def make_learner(script, actions=None, **kwargs):
     """A learner for environments that have spaces and nothing else."""
     images = name_of(script) in ATARI
-    discrete = images or name_of(script) == "dqn"
+    discrete = images or name_of(script) in ("dqn", "pqn")
     args = script.Args(**kwargs)
     envs = SimpleNamespace(num_envs=args.num_envs, single_observation_space=IMAGES if images else VECTORS)
     envs.single_action_space = actions or (DISCRETE if discrete else CONTINUOUS)

@@ -79,14 +79,6 @@ def test_the_help_of_such_a_flag_is_that_of_its_twin():
     assert copies.carry(ONE, SOURCE, TWIN, target) == SOURCE
 
 
-@pytest.mark.parametrize("base", ["nn.Module", "nn.Sequential"])
-def test_a_network_is_identical_only_in_twins(base):
-    source = f"class QNetwork({base}):\n    width = 64\n"
-    wider = source.replace("64", "128")
-    assert not copies.drifted({ONE: source, TWO: wider})
-    assert copies.drifted({ONE: source, TWIN: wider}) == ["QNetwork"]
-
-
 @pytest.mark.parametrize("name", ["first", "second", "third"])
 def test_a_helper_is_added_where_the_others_have_it(name):
     _, begin, end = copies.definitions(SOURCE)[name]
