@@ -339,14 +339,14 @@ def test_each_head_learns_from_the_value_of_its_best_action_by_the_other(kind, t
     roll_out_steps([learner], seed=0)
     if kind == "plain":
         rollout, targets = learner.rollout, learner.make_batch()["targets"]
-        rewards, alive, next_obs = (rollout[name] for name in ("rewards", "terminated", "next_obs"))
+        rewards, terminated, next_obs = (rollout[name] for name in ("rewards", "terminated", "next_obs"))
     else:
         learner.update(0.0)
         targets = learner.batch[:, -2:]
-        rewards, alive, next_obs = map(torch.from_numpy, (learner.rewards, learner.terminated, learner.next_obs))
+        rewards, terminated, next_obs = map(torch.from_numpy, (learner.rewards, learner.terminated, learner.next_obs))
     a, b = learner.q(next_obs).detach().flatten(0, 1).unbind(-2)
     wanted = torch.stack((b.gather(-1, a.argmax(-1)[:, None])[:, 0], a.gather(-1, b.argmax(-1)[:, None])[:, 0]), -1)
-    wanted = rewards.flatten()[:, None] + 0.5 * (1 - alive.flatten()[:, None]) * wanted
+    wanted = rewards.flatten()[:, None] + 0.5 * (1 - terminated.flatten()[:, None]) * wanted
     torch.testing.assert_close(targets, wanted)
 
 
