@@ -213,9 +213,9 @@ def check_descent(script):
     losses = []
     for _ in range(8):
         roll_out(learner, steps)
-        update(learner, steps, 1e-4)
+        update(learner, steps, 1e-3)
         losses.append(learner.losses()["td_loss"])
-    assert losses[-1] < 0.97 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 @each_script
@@ -314,8 +314,14 @@ def update_both(name, monkeypatch, mode="eager", iterations=10, **kwargs):
         yield plain, turbo
 
 
-@pytest.mark.parametrize("mode", ["eager", "compile"])
-@pytest.mark.parametrize("kwargs", [{}, {"q_lambda": 0.0, "max_grad_norm": 0.1}], ids=["default", "other"])
+OTHER = {"q_lambda": 0.0, "max_grad_norm": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "mode"),
+    [({}, "eager"), ({}, "compile"), (OTHER, "eager")],
+    ids=["default-eager", "default-compile", "other"],
+)
 def test_turbo_equals_plain(kwargs, mode, monkeypatch):
     """From the same weights and rollouts, all agrees after one iteration (8 minibatches) and after ten (80)."""
     with one_graph_each(int(mode == "compile")):
@@ -325,7 +331,7 @@ def test_turbo_equals_plain(kwargs, mode, monkeypatch):
 
 
 @pytest.mark.usefixtures("double_precision")
-@pytest.mark.parametrize("kwargs", [{}, {"q_lambda": 0.0, "max_grad_norm": 0.1}], ids=["default", "other"])
+@pytest.mark.parametrize("kwargs", [{}, OTHER], ids=["default", "other"])
 def test_turbo_equals_plain_on_images_in_double_precision(kwargs, monkeypatch):
     """From the same weights and rollouts, to float32's precision, which RAdam's step sizes have."""
     for learners in update_both("pqn_atari", monkeypatch, iterations=3, **kwargs):
@@ -516,15 +522,15 @@ def test_steps_keep_the_true_last_observation_and_tell_terminal_from_truncated(s
     assert (obs[1:, :, 0] == np.where(last[:-1], 0, next_obs[:-1, :, 0])).all()
 
 
-@pytest.mark.parametrize(("env_id", "value"), [("BlindDiscreteTruncates-v0", 10), ("BlindDiscreteTerminates-v0", 2.5)])
+@pytest.mark.parametrize(("env_id", "value"), [("BlindDiscreteTruncates-v0", 2), ("BlindDiscreteTerminates-v0", 1.5)])
 @pytest.mark.parametrize("script", pair("pqn"), ids=stem)
 def test_values_bootstrap_through_truncation(script, env_id, value, tmp_path):
-    """With gamma = 0.9 and rewards of 1, V = 1 + gamma V, or V = 1 + gamma V 2/3 if every third step is the last."""
+    """With gamma = 0.5 and rewards of 1, V = 1 + gamma V, or V = 1 + gamma V 2/3 if every third step is the last."""
     seen = []
-    sizes = {"num_steps": 48, "num_minibatches": 2, "total_timesteps": 48 * 4 * 40}
-    args = script.Args(env_id=env_id, gamma=0.9, q_lambda=0.0, learning_rate=1e-2, run_dir=str(tmp_path), **sizes)
+    sizes = {"num_steps": 48, "num_minibatches": 2, "total_timesteps": 48 * 4 * 25}
+    args = script.Args(env_id=env_id, gamma=0.5, q_lambda=0.0, learning_rate=0.3, run_dir=str(tmp_path), **sizes)
     conftest.train(script, args, on_log=lambda learner, losses, step: seen.append(learner))
-    assert seen[-1].q(torch.zeros(1, 2)).max().item() == pytest.approx(value, rel=0.1)
+    assert seen[-1].q(torch.zeros(1, 2)).max().item() == pytest.approx(value, rel=0.05)
 
 
 @each_script
