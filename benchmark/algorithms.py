@@ -48,6 +48,10 @@ ALGORITHMS = {
     "dqn_atari": Algorithm(
         "DQN", BREAKOUT, 14_000, 6_000, 10 * MILLION, 120, 150, GAMES, FULL_SOON, True, peers=("sb3", "sbx")
     ),
+    "pqn": Algorithm("PQN", CARTPOLE, 350_000, 120_000, MILLION // 2, 3000, 9000, CLASSIC, peers=("cleanrl",)),
+    "pqn_atari_envpool": Algorithm(
+        "PQN", BREAKOUT, 40_000, 16_000, 10 * MILLION, 350, 500, GAMES, atari=True, peers=("cleanrl",)
+    ),
     "sac_atari": Algorithm(
         "SAC-discrete", BEAM_RIDER, 4_000, 2_000, 5 * MILLION, 25, 30, (BEAM_RIDER,), FULL_SOON, True, peers=()
     ),

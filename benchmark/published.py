@@ -1,7 +1,7 @@
 """Returns published by CleanRL, by algorithm and environment (without its version), quoted verbatim.
 
-From docs.cleanrl.dev/rl-algorithms (ppo, td3, sac, dqn): means over three seeds at the end of the same number of steps,
-with environments v4 (MuJoCo), v1 and v0, measured in 2022 and 2023.
+From docs.cleanrl.dev/rl-algorithms (ppo, td3, sac, dqn, pqn): means over three seeds at the end of the same number of
+steps, with environments v4 (MuJoCo), v5 (Atari), v1 and v0, measured in 2022 and 2023 (PQN: 2025).
 """
 
 CLEANRL = {
@@ -27,6 +27,16 @@ CLEANRL = {
         "CartPole": "488.69 ± 16.11",
         "Acrobot": "-91.54 ± 7.20",
         "MountainCar": "-194.95 ± 8.48",
+    },
+    "pqn": {
+        "CartPole": "495.13 ± 6.89",
+        "Acrobot": "-95.63 ± 5.73",
+        "MountainCar": "-200.00 ± 0.00",
+    },
+    "pqn_atari_envpool": {
+        "Breakout": "384.85 ± 12.39",
+        "Pong": "20.49 ± 0.11",
+        "BeamRider": "5753.03 ± 2394.70",
     },
 }
 

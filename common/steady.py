@@ -7,7 +7,7 @@ CAPTURE = 3  # calls until a function is compiled and captured
 
 
 def updates_to_warm(args):
-    """The number of updates until everything is compiled and captured; an update of PPO is an iteration."""
+    """The number of updates until everything is compiled and captured; an update of PPO or PQN is an iteration."""
     if hasattr(args, "num_steps"):
         return CAPTURE if getattr(args, "cudagraphs", False) else 1
     if not hasattr(args, "policy_frequency"):

@@ -23,14 +23,14 @@ class GradientWatch(Instrument):
     the weights as `update_ratios/<layer>`; `gradient_histograms/<layer>` and `weight_histograms/<layer>`.
 
     A layer whose gradient stays zero is named once. If a norm is infinite, NaN or a thousand times the usual norm, the
-    run ends with exit code 1, without another checkpoint. Gradients are those that the optimizer gets. PPO clips its
-    gradients before that, so `grad_norm` among its losses is watched as well.
+    run ends with exit code 1, without another checkpoint. Gradients are those that the optimizer gets. PPO and PQN clip
+    theirs before that, so `grad_norm` among their losses is watched as well.
     """
 
     def prepare(self, script, args):
         super().prepare(script, args)
         refuse_population("--watch-gradients", script)
-        for name in ("Adam", "ClippedAdam"):
+        for name in ("Adam", "ClippedAdam", "ClippedRAdam"):
             if hasattr(script, name):  # before compilation and capture
                 keep_gradients(getattr(script, name))
 
@@ -183,23 +183,30 @@ class TurboLayers:
     @torch.no_grad()
     def layers(self):
         optimizer = self.optimizer
-        correction1, correction2 = optimizer.corrections
         layers = {}
         moments = ([kept[0] for kept in optimizer.gradients], listed(optimizer.m), listed(optimizer.v))
         if hasattr(optimizer, "parts"):  # one vector for all weights
             moments = [optimizer.parts(vector) for (vector,) in moments]
         for name, weights, gradient, m, v in zip(self.names, optimizer.weights, *moments, strict=True):
-            change = optimizer.lr * (m / correction1) / ((v / correction2).sqrt() + optimizer.eps)
-            triple = (gradient, weights.detach(), change)
+            triple = (gradient, weights.detach(), self.last_change(m, v))
             if self.stacked:
                 layers |= {name.format(i): member for i, member in enumerate(zip(*triple, strict=True))}
             else:
                 layers[name] = triple
         return layers
 
+    def last_change(self, m, v):
+        """The last step's change of weights with these moments; NaN before the first step."""
+        optimizer = self.optimizer
+        if hasattr(optimizer, "steps"):
+            betas = (optimizer.beta1, optimizer.beta2)
+            return radam_change(m, v, float(optimizer.steps), betas, optimizer.lr, optimizer.eps)
+        correction1, correction2 = optimizer.corrections
+        return optimizer.lr * (m / correction1) / ((v / correction2).sqrt() + optimizer.eps)
+
 
 class ModuleLayers:
-    """The layers of a torch.optim.Adam. Gradients are copied at each step, since other losses add to them later."""
+    """The layers of a torch.optim.Adam or RAdam. Gradients are copied at each step, since other losses add to them."""
 
     def __init__(self, learner, name):
         self.optimizer = optimizers_of(learner)[name]
@@ -231,6 +238,23 @@ class ModuleLayers:
         if not state:
             return torch.zeros_like(parameter)
         group = self.groups[parameter]
+        if isinstance(self.optimizer, torch.optim.RAdam):
+            moments = (state["exp_avg"], state["exp_avg_sq"])
+            return radam_change(*moments, float(state["step"]), group["betas"], group["lr"], group["eps"])
         correction1, correction2 = (1 - beta ** float(state["step"]) for beta in group["betas"])
         root = (state["exp_avg_sq"] / correction2).sqrt() + group["eps"]
         return group["lr"] * (state["exp_avg"] / correction1) / root
+
+
+def radam_change(m, v, steps, betas, lr, eps):
+    """The change of weights by step number `steps` of torch.optim.RAdam, with the moments after it; NaN for step 0."""
+    if steps == 0:
+        return torch.full_like(m, math.nan)
+    correction1, correction2 = (1 - beta**steps for beta in betas)
+    change = lr * (m / correction1)
+    longest = 2 / (1 - betas[1]) - 1
+    length = longest - 2 * steps * betas[1] ** steps / correction2
+    if length <= 5:
+        return change  # of momentum alone
+    rectification = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+    return change * math.sqrt(rectification * correction2) / (v.sqrt() + eps)

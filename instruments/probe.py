@@ -39,6 +39,7 @@ SETTINGS = {  # for scripts that have these flags
 }
 OFF_POLICY = {"total_timesteps": 400, "learning_rate": 1e-3}
 ON_POLICY = {"total_timesteps": 5120, "learning_rate": 3e-3, "num_envs": 4}
+WITH_RADAM = ON_POLICY | {"learning_rate": 0.05}  # PQN: RAdam's first steps are short
 
 
 @dataclass
@@ -237,7 +238,7 @@ def main(path, script, words):
     refuse_population(f"probe {path}", script)
     discrete = hasattr(script, "require_discrete_actions")
     flags = {field.name for field in dataclasses.fields(script.Args)}
-    settings = SETTINGS | (ON_POLICY if "num_steps" in flags else OFF_POLICY)
+    settings = SETTINGS | (WITH_RADAM if "q_lambda" in flags else ON_POLICY if "num_steps" in flags else OFF_POLICY)
     defaults = script.Args(**{name: value for name, value in settings.items() if name in flags})
     given = tyro.cli(script.Args, args=words, default=defaults, prog=f"python -m instruments probe {path}")
     failed = False

@@ -14,7 +14,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 class Profile(Instrument):
     """Records the last 20 steps of the vector environment before a log (all, if there are fewer) in steady state; for
-    PPO, including the update that follows.
+    PPO and PQN, including the update that follows.
 
     Writes trace.json for chrome://tracing or ui.perfetto.dev, and prints the ten most expensive operators and, on CUDA,
     the number of times that the host waited.

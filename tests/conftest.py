@@ -38,8 +38,8 @@ torch.utils._device._device_constructors()  # memoized: not first called in a te
 
 ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")}
 ALGORITHMS |= {"dqn": "dqn", "ppo_atari": "ppo_atari_envpool", "dqn_atari": "dqn_atari", "sac_atari": "sac_atari"}
-ALGORITHMS["ppo_lstm"] = "ppo_lstm"
-ATARI = ("ppo_atari", "dqn_atari", "sac_atari")
+ALGORITHMS |= {"ppo_lstm": "ppo_lstm", "pqn": "pqn", "pqn_atari": "pqn_atari_envpool"}
+ATARI = ("ppo_atari", "dqn_atari", "sac_atari", "pqn_atari")
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
 TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}
 MULTI = importlib.import_module("leanrl.ppo_atari_multigpu_torchcompile")  # without torchrun: one process
@@ -195,12 +195,14 @@ TINY_RUNS = {  # arguments with which a run takes a second
     "sac_atari": TINY_OFF_POLICY | {"env_id": "Breakout-v5", "batch_size": 8},
 }
 TINY_RUNS["ppo_atari"] |= {"cuda": False}
+TINY_RUNS |= {"pqn": TINY_RUNS["ppo"] | {"env_id": "CartPole-v1", "num_envs": 1}, "pqn_atari": TINY_RUNS["ppo_atari"]}
 TINY_RUNS["ppo_lstm"] = TINY_RUNS["ppo"] | {"env_id": "CartPole-v1", "num_envs": 1, "num_minibatches": 1}
 
 SMALL = {"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64}
 SMALL_LEARNERS = {"sac": SMALL, "td3": SMALL, "dqn": {"batch_size": 32, "buffer_size": 64}}
 SMALL_LEARNERS["ppo_atari"] = {"num_envs": 2, "num_steps": 16, "num_minibatches": 4}
 SMALL_LEARNERS |= {name: {"num_envs": 2, "batch_size": 8, "buffer_size": 64} for name in ("dqn_atari", "sac_atari")}
+SMALL_LEARNERS |= dict.fromkeys(("pqn", "pqn_atari"), SMALL_LEARNERS["ppo_atari"])
 SMALL_LEARNERS["ppo"] = SMALL_LEARNERS["ppo_atari"] | {"env_id": "Pendulum-v1"}
 SMALL_LEARNERS["ppo_lstm"] = {"num_envs": 4, "num_steps": 12, "num_minibatches": 2, "update_epochs": 2}
 
@@ -226,7 +228,7 @@ def algorithm(script):
 
 
 def learner_class(script):
-    """SAC, TD3, PPO or DQN."""
+    """SAC, TD3, PPO, DQN or PQN."""
     return getattr(script, stem(script).split("_")[0].upper())
 
 
@@ -304,6 +306,11 @@ THOROUGH = (  # tests that are too long for the quick suite, by the beginning of
     "algorithms/test_ppo_formulas.py::test_ppo_clips_the_gradient[ppo_atari",
     "algorithms/test_ppo_formulas.py::test_ppo_computes_the_papers_losses_and_gradients[other-ppo_atari",
     "algorithms/test_ppo_formulas.py::test_the_entropy_bonus_raises_entropy[ppo_atari",
+    "algorithms/test_pqn.py::test_cartpole_is_learned[pqn]",
+    "algorithms/test_pqn.py::test_modes_agree",
+    "algorithms/test_pqn.py::test_replays_shuffle",
+    "algorithms/test_pqn.py::test_training_on_cuda",
+    "algorithms/test_pqn.py::test_turbo_equals_plain_on_images",
     "algorithms/test_q_formulas.py::test_alpha_stays_without_autotune[sac_atari",
     "algorithms/test_q_formulas.py::test_target_networks_move_by_tau[sac_atari",
     "algorithms/test_replay.py::test_training_on_cuda",

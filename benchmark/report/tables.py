@@ -14,8 +14,8 @@ from common.tables import Table, mean_and_deviation, spread
 
 HEADLINE = ("ppo_continuous_action", "HalfCheetah-v5")
 BESIDE = ("sac_continuous_action", "HalfCheetah-v5")  # in README's picture, where it is measured too
-SHORT = ("sac_continuous_action", "td3_continuous_action", "ppo_continuous_action", "dqn")  # README's rows
-SHORT += ("ppo_atari_envpool", "dqn_atari", "ppo_lstm")
+SHORT = ("sac_continuous_action", "td3_continuous_action", "ppo_continuous_action", "dqn", "pqn")  # README's rows
+SHORT += ("ppo_atari_envpool", "dqn_atari", "pqn_atari_envpool", "ppo_lstm")
 SPEED = ("", "mode", "steps/s", "ratio to plain", "warm-up, s", "pays off after, steps")
 LEARNING = ("", "mode", "return", "of each seed", "steps", "minutes", "CleanRL's table")
 MACHINES = ("machine", "driver", "packages", "peers")

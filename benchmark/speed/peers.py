@@ -46,7 +46,7 @@ except ImportError as error:
     stop(f"peers.py: pip install -r requirements/peers.txt ({error})")
 
 PACKAGES = {"sb3": ("stable-baselines3", "sb3-contrib", "torch"), "sbx": ("sbx-rl", "jax")}
-CLASSES = {algo: one.learner for algo, one in ALGORITHMS.items() if one.peers}  # of learners, and mostly of the peers
+CLASSES = {algo: one.learner for algo, one in ALGORITHMS.items() if PACKAGES.keys() & set(one.peers)}  # of learners
 OFF_POLICY = {name: name for name in ("batch_size", "learning_starts", "buffer_size", "gamma", "tau")}
 NAMES = {  # our flags, and the peers' names for them, as arguments and as attributes
     "PPO": {

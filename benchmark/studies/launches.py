@@ -4,9 +4,9 @@
     python -m benchmark.studies.launches --write  # three minutes; also rewrite results/launches.json for the report
 
 Counts are of `train` in steady state with the scripts' defaults, except for a small replay buffer, an early start of
-learning, no random actions (DQN), and early updates of the target networks (DQN and SAC for Atari). All modes run on
-the emulated CUDA device of tools/emulated_cuda.py. Compiled code is the code that inductor generates for an H100
-(tools/generated_cuda.py, which needs triton); its kernels are counted but not executed.
+learning, no random actions (DQN; PQN for Atari), and early updates of the target networks (DQN and SAC for Atari). All
+modes run on the emulated CUDA device of tools/emulated_cuda.py. Compiled code is the code that inductor generates for
+an H100 (tools/generated_cuda.py, which needs triton); its kernels are counted but not executed.
 
 "leanrl_2024" in results/launches.json has the counts of the LeanRL of 2024 and their method; --write keeps it.
 """
@@ -49,6 +49,8 @@ RUNS = {  # flags, and steps to count: whole periods of everything that is not d
     "ppo_atari_envpool": ({}, 128),
     "dqn": (EARLY | GREEDY, 500),
     "dqn_atari": (EARLY_ATARI | GREEDY, 100),
+    "pqn": ({}, 128),
+    "pqn_atari_envpool": (GREEDY, 128),
     "sac_atari": (EARLY_ATARI, 100),
 }
 PARTS = ("update", "update_target", "losses")  # methods counted separately; the rest is the step

@@ -7,7 +7,7 @@
 The bounds are measured in the same process: the environments alone, with random actions, and the matmuls and
 convolutions of an update alone, in the same shapes and on tensors in the cache.
 
-With more environments, PPO's rollouts become shorter, so that an iteration keeps its number of transitions.
+With more environments, PPO's and PQN's rollouts become shorter, so that an iteration keeps its number of transitions.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ WINDOWS = 5  # of a run, of which the median is taken
 class Case:
     flags: dict = field(default_factory=dict)
     iteration: int = 0
-    """transitions per iteration of PPO"""
+    """transitions per iteration of PPO and PQN"""
     period: int = 1
     """updates in a period, which contains everything that is not done in each update"""
     batches: tuple[int, ...] = BATCHES
@@ -68,6 +68,8 @@ CASES = {
     "dqn": Case(OFF_POLICY | {"start_e": 0.05, "end_e": 0.05}),
     "ppo_atari_envpool": Case(iteration=1024),
     "dqn_atari": Case(OFF_POLICY | {"start_e": 0.01, "end_e": 0.01}, batches=(32, *BATCHES[:-1])),
+    "pqn": Case({"start_e": 0.05, "end_e": 0.05}, iteration=512, batches=(32, 128, 512)),
+    "pqn_atari_envpool": Case({"start_e": 0.01, "end_e": 0.01}, iteration=1024),
     "sac_atari": Case(OFF_POLICY),
 }
 
@@ -83,7 +85,7 @@ class Args:
     num_envs: tuple[int, ...] = NUM_ENVS
     """numbers of environments, with the default batch"""
     batches: tuple[int, ...] | None = None
-    """transitions per batch (PPO: per minibatch), with the default number of environments"""
+    """transitions per batch (PPO, PQN: per minibatch), with the default number of environments"""
     seconds: float = 10
     """duration of training in steady state for each point"""
     results: Path = RESULTS
@@ -212,7 +214,7 @@ class Meter:
     def update(self, *inputs):
         """One update, timed until the device has finished."""
         self.timed.append(seconds_per_call(lambda: self.original(*inputs), 1))
-        if sum(self.timed) >= self.window / 10:  # many updates of all kinds, or one iteration of PPO
+        if sum(self.timed) >= self.window / 10:  # many updates of all kinds, or one iteration of PPO or PQN
             self.update_seconds.append(statistics.mean(self.timed))
             self.timed = []
         if len(self.update_seconds) == WINDOWS:
@@ -225,7 +227,7 @@ def measure(algo, flags, modes, seconds):
     case = CASES[algo]
     flags = case.flags | flags
     meter = Meter(seconds)
-    interval = max(1, 100 // script.Args(**flags).num_envs)  # steps of the vector environment; PPO logs each iteration
+    interval = max(1, 100 // script.Args(**flags).num_envs)  # steps of the vector environment; on-policy: unused
     with patch.object(script, "LOG_INTERVAL", interval, create=True):
         train_until_enough(script, flags | modes, meter)
     return {

@@ -48,7 +48,7 @@ def play(script, folder):
 
     learners = []
     own_make = envpool.make
-    sizes = ON_POLICY if hasattr(script, "PPO") else OFF_POLICY
+    sizes = OFF_POLICY if hasattr(script, "FrameReplay") else ON_POLICY
     with pytest.MonkeyPatch.context() as patch, no_export():
         patch.setattr(envpool, "make", make)
         patch.setattr(learner_class(script), "update", lambda learner, *args: None)

@@ -41,6 +41,8 @@ FUNCTIONS = {  # that are compiled
     "ppo_atari": {"decide", "update_minibatch"},
     "dqn_atari": {"store_and_act", "learn"},
     "sac_atari": {"store_and_act", "learn"},
+    "pqn": {"update_minibatch"},
+    "pqn_atari": {"decide", "update_minibatch"},
 }
 LEFT_TO_EAGER = {"convolution_backward"}  # operators that inductor does not generate: cuDNN's
 SHORT = {
@@ -50,6 +52,8 @@ SHORT = {
     "ppo": {"total_timesteps": 48},
     "ppo_lstm": {"num_steps": 4, "total_timesteps": 16},
     "ppo_atari": {"num_steps": 4, "update_epochs": 1, "total_timesteps": 8},
+    "pqn": {"total_timesteps": 72},
+    "pqn_atari": {"num_steps": 4, "update_epochs": 3, "total_timesteps": 8},
     "dqn_atari": {"learning_starts": 16, "total_timesteps": 28},
     # of a batch below 8, inductor 2.13 computes the logged alpha_loss with the new log_alpha
     "sac_atari": {"learning_starts": 16, "total_timesteps": 28, "batch_size": 8},

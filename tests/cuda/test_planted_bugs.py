@@ -13,6 +13,7 @@ import test_atari_off_policy_runs
 import test_dqn
 import test_ppo
 import test_ppo_atari
+import test_pqn
 import test_replay
 from conftest import ALGORITHMS, TURBO, load_copy
 from emulated_cuda import emulated_cuda
@@ -33,6 +34,13 @@ STEP_COUNT = (
 )
 READ_BY_FOREACH = ("self.eps * root, alpha=1)", "self.eps * root)")
 LEARNING_RATE = ('self.optimizers["agent"].lr.fill_(learning_rate)', 'self.optimizers["agent"].lr = learning_rate')
+RATE_OF_Q = ('self.optimizers["q"].lr.fill_(learning_rate)', 'self.optimizers["q"].lr = learning_rate')
+RADAM_COUNT = ("self.steps.add_(1)", "self.count = getattr(self, 'count', 0) + 1\n        self.steps.fill_(self.count)")
+RADAM_BRANCH = (
+    "rectified, momentum = self.sizes[self.steps.clamp(max=len(self.sizes) - 1)].unbind(-1)",
+    "self.count = getattr(self, 'count', 0) + 1\n        rectified, momentum = self.sizes[self.count - 1].unbind(-1)",
+)
+REBOUND_Q = ("load_tensors(tensors, {", "self.q = copy.deepcopy(self.q)\n        load_tensors(self.tensors(), {")
 NO_WAIT = ("self.actions_arrived.synchronize()", "pass")
 EARLY_EVENT = (
     "self.host_actions.copy_(self.actions, non_blocking=True)\n        self.actions_arrived.record()",
@@ -175,8 +183,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "ppo",
         "rollout rebound instead of filled",
-        "self.rollout.copy_(self.host_rollout, non_blocking=True)",
-        "self.rollout = self.host_rollout.to(self.device, non_blocking=True)",
+        "self.rollout.copy_(self.host_rollout)",
+        "self.rollout = self.host_rollout.to(self.device, copy=True)",
         TRAINING,
     ),
     (
@@ -335,6 +343,59 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "pass",
         THAT_OF_THE_CPU,
     ),
+    ("pqn", "learning rate kept in Python", *RATE_OF_Q, TRAINING),
+    ("pqn", "step count of RAdam kept in Python", *RADAM_COUNT, TRAINING),
+    ("pqn", "sizes of RAdam's steps by a count in Python", *RADAM_BRANCH, TRAINING),
+    (
+        "pqn",
+        "rollout rebound instead of filled",
+        "self.rollout.copy_(self.host_rollout)",
+        "self.rollout = self.host_rollout.to(self.device, copy=True)",
+        TRAINING,
+    ),
+    (
+        "pqn",
+        "order of minibatches drawn into other memory",
+        "self.orders.copy_(torch.rand(self.orders.shape, device=self.device).argsort(-1))",
+        "self.orders = torch.rand(self.orders.shape, device=self.device).argsort(-1)",
+        TRAINING,
+    ),
+    (
+        "pqn",
+        "a tensor left on the CPU",
+        "self.sizes = self.step_sizes().to(device)",
+        "self.sizes = self.step_sizes()",
+        TRAINING,
+    ),
+    ("pqn", "rollout that is not sent to the device", "self.rollout.copy_(self.host_rollout)", "pass", THAT_OF_THE_CPU),
+    ("pqn", "loaded by rebinding after capture", *REBOUND_Q, CONTINUES),
+    ("pqn_atari", "no wait for the actions", *NO_WAIT, TRAINING),
+    ("pqn_atari", "event recorded before the copy that it stands for", *EARLY_EVENT, TRAINING),
+    (
+        "pqn_atari",
+        "step of the rollout rebound instead of filled",
+        "self.t.fill_(t)",
+        "self.t = torch.full_like(self.t, t)",
+        TRAINING,
+    ),
+    ("pqn_atari", "step count of RAdam kept in Python", *RADAM_COUNT, TRAINING),
+    ("pqn_atari", "rows of a minibatch drawn into other memory", "self.rows.copy_(rows)", "self.rows = rows", TRAINING),
+    (
+        "pqn_atari",
+        "host read in a graph",
+        "td_loss = masked",
+        "float(q.detach().mean())\n        td_loss = masked",
+        TRAINING,
+    ),
+    ("pqn_atari", "loaded by rebinding after capture", *REBOUND_Q, CONTINUES),
+    ("pqn_atari", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
+    (
+        "pqn_atari",
+        "columns that are not sent to the device",
+        "self.rollout[name].copy_(column, non_blocking=True)",
+        "pass",
+        THAT_OF_THE_CPU,
+    ),
     ("sac_atari", "event recorded before the copy that it stands for", *EARLY_EVENT, TRAINING),
     ("sac_atari", "noise drawn into other memory", *OTHER_NOISE, TRAINING),
     ("sac_atari", "noise drawn once", *SAME_NOISE, FRESH_NOISE),
@@ -391,6 +452,9 @@ def catch(name, algorithm, script, folder, monkeypatch):
         elif algorithm == "ppo_atari":
             monkeypatch.setattr(test_ppo_atari, "TURBO", script)
             getattr(test_ppo_atari, name)("cudagraphs")
+        elif algorithm in ("pqn", "pqn_atari"):
+            monkeypatch.setitem(test_pqn.TURBO, algorithm, script)
+            getattr(test_pqn, name)(name=algorithm, mode="cudagraphs")
         elif algorithm == "dqn":
             monkeypatch.setitem(test_dqn.CUDA, "script", script)
             getattr(test_dqn.TestOnCuda(), name)("cudagraphs")
@@ -402,7 +466,7 @@ def catch(name, algorithm, script, folder, monkeypatch):
 
 def keep_addresses_real(algorithm, script, monkeypatch):
     """Games that take no actions as addresses, as envpool does: a planted bug may send any number."""
-    if algorithm == "ppo_atari":
+    if algorithm in ("ppo_atari", "pqn_atari"):
         test_ppo_atari.script_games(script, monkeypatch)
     elif algorithm in ("dqn_atari", "sac_atari"):
         test_ppo_atari.script_games(script, monkeypatch, test_atari_off_policy_runs.StackingPool)

@@ -20,6 +20,8 @@ SIZES = {
     "ppo_atari": {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
     "ppo_lstm": {"num_envs": 4, "num_steps": 6, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
 }
+SIZES["pqn"] = SIZES["ppo_lstm"] | EPSILON | {"env_id": "CartPole-v1"}
+SIZES["pqn_atari"] = SIZES["ppo_atari"] | EPSILON | {"learning_rate": 1e-4}
 SMALL_ATARI = REPLAY | {"env_id": "Breakout-v5", "num_envs": 2, "batch_size": 4, "target_network_frequency": 30}
 SIZES["sac_atari"] = SMALL_ATARI
 SIZES["dqn_atari"] = SMALL_ATARI | EPSILON | {"learning_rate": 1e-4}
@@ -33,6 +35,8 @@ OTHERS = {  # other settings take other ways through the code
     "dqn_atari": {"num_envs": 3, "train_frequency": 1, "tau": 0.5} | TF32,
     "sac_atari": {"num_envs": 3, "update_frequency": 3, "autotune": False, "tau": 0.5},
     "ppo_lstm": {"env_id": "Unequal-v0", "cell": "gru", "target_kl": 1e-4},
+    "pqn": {"num_envs": 3, "num_steps": 7, "num_minibatches": 3, "update_epochs": 3, "q_lambda": 0.0},
+    "pqn_atari": {"num_envs": 3, "anneal_lr": False, "max_grad_norm": 0.5} | TF32,
 }
 SETTINGS = [(name, 1, {}) for name in TURBO] + [(name, 3, OTHERS[name]) for name in TURBO]
 

@@ -90,7 +90,7 @@ def test_help_shows_every_flag(script, monkeypatch, capsys):
 
 
 AT_LEAST_1 = re.compile("total_timesteps|num_|buffer_size|batch_size|.*_frequency|updates_per_step|update_epochs")
-AT_MOST_1 = re.compile("gamma|tau|gae_lambda|start_e|end_e|exploration_fraction|target_entropy_scale")
+AT_MOST_1 = re.compile("gamma|tau|gae_lambda|q_lambda|start_e|end_e|exploration_fraction|target_entropy_scale")
 
 
 def test_numbers_out_of_range_are_refused(script, capsys):
@@ -123,11 +123,13 @@ BAD_INPUTS = [
     {"resume": ""},
 ]
 CONTINUOUS = [{"env_id": "CartPole-v1"}, {"env_id": "Unbounded-v0"}]
+DISCRETE = [{"env_id": "Pendulum-v1"}, {"env_id": "CountsFromOne-v0"}]
 OWN_INPUTS = {
     "sac": CONTINUOUS,
     "td3": CONTINUOUS,
     "ppo": CONTINUOUS,
-    "dqn": [{"env_id": "Pendulum-v1"}, {"env_id": "CountsFromOne-v0"}],
+    "dqn": DISCRETE,
+    "pqn": [*DISCRETE, {"num_minibatches": 3}],
 } | {name: [{"env_id": "Pong-v4"}] for name in ATARI}
 CASES = [
     pytest.param(module, arguments, id=f"{stem(module)}-{arguments}")
@@ -195,7 +197,7 @@ def test_checkpoints_that_do_not_fit_are_refused(script, tmp_path, capsys):
             weights.view(-1)[-1] = value
         torch.save(content, path)
     flip_a_bit(own, flipped)
-    elsewhere = {"dqn": "DiscreteTruncates-v0", "ppo_lstm": "DiscreteTruncates-v0"} | dict.fromkeys(ATARI, "Pong-v5")
+    elsewhere = dict.fromkeys(("dqn", "ppo_lstm", "pqn"), "DiscreteTruncates-v0") | dict.fromkeys(ATARI, "Pong-v5")
     cases = [
         ({"resume": other}, "--resume", "does not fit"),
         ({"resume": own, "env_id": elsewhere.get(name, "Truncates-v0")}, "--env-id", tiny(script)["env_id"]),

@@ -81,7 +81,7 @@ def make(module, title, **kwargs):
         kwargs["env_id"] = ENVIRONMENT[title]
     if algorithm == "sac":
         kwargs["policy_lr"] = 3e-5  # as where plain and turbo are compared
-    elif algorithm == "ppo":
+    elif algorithm in ("ppo", "pqn"):
         kwargs["update_epochs"] = 2
     return make_learner(module, **kwargs)
 
@@ -102,7 +102,7 @@ def take_step(learner, seed):
     """What `train` does with the learner between two updates, on random data, and the update."""
     if hasattr(learner, "observe"):
         learner.observe(**random_columns(learner, seed))
-    elif hasattr(learner, "num_actions"):
+    elif hasattr(learner, "replay"):
         learner.replay.collect(**random_columns(learner, seed))
     else:
         rollouts(learner)([learner], seed)
@@ -111,11 +111,31 @@ def take_step(learner, seed):
 
 def rollouts(learner):
     """What gives learners of its algorithm the same rollouts."""
+    if is_pqn(learner):
+        return roll_out_steps
     return roll_out_episodes if hasattr(learner, "first_state") else roll_out
 
 
+def is_pqn(learner):
+    return hasattr(learner.args, "q_lambda")
+
+
+def roll_out_steps(learners, seed):
+    """Give learners of PQN the same rollout: random steps, with episode ends."""
+    generator, first = np.random.default_rng(seed), learners[0]
+    n = first.args.num_envs
+    for t in range(first.args.num_steps):
+        columns = {name: generator.standard_normal((n, first.obs_dim)) for name in ("obs", "next_obs")}
+        columns |= {"actions": generator.integers(first.num_actions, size=n), "rewards": generator.standard_normal(n)}
+        columns["terminated"], truncated = generator.random((2, n)) < 0.1
+        columns["ended"] = columns["terminated"] | truncated
+        for learner in learners:
+            record = learner.record if hasattr(learner, "record") else learner.store
+            record(t, **columns)
+
+
 def update(learner):
-    learner.update(3e-4) if hasattr(learner, "normalizer") else learner.update()
+    learner.update(3e-4) if hasattr(learner, "normalizer") or is_pqn(learner) else learner.update()
 
 
 def check_updates(plain, turbo, monkeypatch):
@@ -198,9 +218,11 @@ def check_run(module, title, folder):
     sizes = {"num_steps": 32, "num_minibatches": 2, "update_epochs": 2}
     if algorithm == "ppo with memory":
         sizes |= {"num_envs": 2, "num_steps": 16}
+    elif algorithm == "pqn":
+        sizes |= {"num_envs": 1}
     elif algorithm != "ppo":
         sizes = {"learning_starts": 50, "batch_size": 16, "buffer_size": 100}
-    sizes["env_id"] = {"dqn": "CartPole-v1"}.get(algorithm, ENVIRONMENT.get(title, "Pendulum-v1"))
+    sizes["env_id"] = dict.fromkeys(("dqn", "pqn"), "CartPole-v1").get(algorithm, ENVIRONMENT.get(title, "Pendulum-v1"))
     runs = []
     for total_timesteps in (96, 128):
         resume = str(runs[0].folder) if runs else None
@@ -297,6 +319,38 @@ def test_the_entropy_of_sac_starts_near_that_of_uniform_actions(kind, tmp_path):
     sac = make(edited("maximum entropy at the start", kind, tmp_path), "maximum entropy at the start")
     _, log_prob = sac.actor.sample(*sac.actor.gaussian(torch.randn(100_000, 3)), torch.randn(100_000, 1))
     assert -log_prob.mean().item() == pytest.approx(uniform - 0.01, abs=0.005)
+
+
+def test_one_step_targets_are_those_of_lambda_0(tmp_path):
+    for kind, original in (("plain", conftest.PLAIN["pqn"]), ("turbo", conftest.TURBO["pqn"])):
+        learners = (
+            make(edited("one-step targets", kind, tmp_path), "one-step targets"),
+            make_learner(original, q_lambda=0.0),
+        )
+        copy_networks(*learners)
+        roll_out_steps(learners, seed=0)
+        batches = [learner.make_batch() or {"targets": learner.batch[:, -1]} for learner in learners]
+        torch.testing.assert_close(batches[0]["targets"], batches[1]["targets"])
+
+
+@pytest.mark.parametrize("kind", ["plain", "turbo"])
+def test_each_head_learns_from_the_value_of_its_best_action_by_the_other(kind, tmp_path):
+    module = edited("double q-learning", kind, tmp_path)
+    q = torch.tensor([[[1.0, 3.0, 2.0], [10.0, 30.0, 40.0]]])
+    assert module.swapped_values(q).tolist() == [[30.0, 2.0]]
+    learner = make(module, "double q-learning", q_lambda=0.0, gamma=0.5)
+    roll_out_steps([learner], seed=0)
+    if kind == "plain":
+        rollout, targets = learner.rollout, learner.make_batch()["targets"]
+        rewards, terminated, next_obs = (rollout[name] for name in ("rewards", "terminated", "next_obs"))
+    else:
+        learner.update(0.0)
+        targets = learner.batch[:, -2:]
+        rewards, terminated, next_obs = map(torch.from_numpy, (learner.rewards, learner.terminated, learner.next_obs))
+    a, b = learner.q(next_obs).detach().flatten(0, 1).unbind(-2)
+    wanted = torch.stack((b.gather(-1, a.argmax(-1)[:, None])[:, 0], a.gather(-1, b.argmax(-1)[:, None])[:, 0]), -1)
+    wanted = rewards.flatten()[:, None] + 0.5 * (1 - terminated.flatten()[:, None]) * wanted
+    torch.testing.assert_close(targets, wanted)
 
 
 def test_discrete_actions_are_the_same_in_plain_and_turbo_and_follow_the_policy(tmp_path):

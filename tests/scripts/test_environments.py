@@ -113,7 +113,7 @@ for name, wrapper in WRAPPERS.items():
 
 def env_id(script, name):
     """The environment of that name with the actions that the script takes."""
-    return f"{'Discrete' * (algorithm(script) in ('dqn', 'ppo_lstm'))}{name}-v0"
+    return f"{'Discrete' * (algorithm(script) in ('dqn', 'ppo_lstm', 'pqn'))}{name}-v0"
 
 
 def learned(script, folder, name):
@@ -146,7 +146,7 @@ gym.register("WholeNumbers-v0", entry_point=Countdown, kwargs={"low": [-2], "hig
 @pytest.mark.parametrize("name", ["LargestNumbers-v0", "WholeNumbers-v0"])
 @on_gymnasium
 def test_actions_that_are_refused(script, name, tmp_path, capsys):
-    if algorithm(script) != "dqn":
+    if algorithm(script) not in ("dqn", "pqn"):
         args = script.Args(**tiny(script) | {"env_id": name}, run_dir=str(tmp_path))
         assert refused(capsys, lambda: script.train(args)).startswith(f"error: --env-id {name}: actions must be ")
 

@@ -303,10 +303,10 @@ for what in ("reward", "observation"):
 
 
 @pytest.mark.parametrize("what", ["reward", "observation"])
-@pytest.mark.parametrize("name", ["sac", "td3", "ppo", "dqn", "ppo_lstm"])
+@pytest.mark.parametrize("name", ["sac", "td3", "ppo", "dqn", "ppo_lstm", "pqn"])
 def test_nan_of_an_environment_ends_the_run(name, what, tmp_path):
     """Before any checkpoint that holds it."""
-    env_id = f"{'Discrete' if name in ('dqn', 'ppo_lstm') else ''}Broken-{what}-v0"
+    env_id = f"{'Discrete' if name in ('dqn', 'ppo_lstm', 'pqn') else ''}Broken-{what}-v0"
     for script in (PLAIN[name], TURBO[name]):
         Broken.steps_so_far = 0
         run_dir = tmp_path / stem(script)

@@ -88,7 +88,7 @@ def check_folder(script, folder, sizes):
         assert returns == lengths or args.env_id != "CartPole-v1"
     assert "charts/SPS" in events.Tags()["scalars"]
     assert any(name.startswith("losses/") and "loss" in name[7:] for name in events.Tags()["scalars"])
-    limit = {"ppo_atari": 22, "dqn_atari": 30, "sac_atari": 76}.get(algorithm(script), 10)  # MB
+    limit = {"ppo_atari": 22, "pqn_atari": 22, "dqn_atari": 30, "sac_atari": 76}.get(algorithm(script), 10)  # MB
     assert (folder / "checkpoint.pt").stat().st_size < limit * 2**20
 
 

@@ -25,7 +25,8 @@ ENDS = (230, 420)  # total_timesteps of the two parts
 OFF_POLICY = {"learning_starts": LEARNING_STARTS, "batch_size": 4, "buffer_size": 600}
 ON_POLICY = {"num_steps": ROLLOUT, "num_minibatches": 3, "update_epochs": 1, "learning_rate": 1e-3}
 FREQUENCIES = {"target_network_frequency": 50}
-EXPLORATION = {"train_frequency": 20, "start_e": 0.9, "end_e": 0.1, "exploration_fraction": 0.5}
+EPSILON = {"start_e": 0.9, "end_e": 0.1, "exploration_fraction": 0.5}
+EXPLORATION = EPSILON | {"train_frequency": 20}
 SIZES = {
     "sac": OFF_POLICY | {"env_id": "Truncates-v0"},
     "td3": OFF_POLICY | {"env_id": "Truncates-v0"},
@@ -33,6 +34,8 @@ SIZES = {
     "ppo": ON_POLICY | {"env_id": "Truncates-v0"},
     "ppo_lstm": ON_POLICY | {"env_id": "DiscreteTruncates-v0"},
     "ppo_atari": ON_POLICY,
+    "pqn": ON_POLICY | EPSILON | {"env_id": "DiscreteTruncates-v0"},
+    "pqn_atari": ON_POLICY | EPSILON,
     "dqn_atari": OFF_POLICY | FREQUENCIES | EXPLORATION,
     "sac_atari": OFF_POLICY | FREQUENCIES | {"update_frequency": 20},
 }
@@ -111,6 +114,8 @@ def leave_out_learning(script, patch):
     learner = script.SACPopulation if is_population(script) else learner_class(script)
     if is_on_policy(script):
         patch.setattr(learner, "learn_epoch", lambda learner, *batch: {}, raising=False)  # of images
+        if name_of(script) == "pqn_atari":
+            patch.setattr(learner, "update_minibatch", lambda learner, *rows: None)
     else:
         patch.setattr(learner, "update", count)
 
@@ -120,10 +125,10 @@ def count(learner):
 
 
 def rate_of(learner):
-    """PPO's learning rate."""
-    optimizer = learner.optimizers.get("agent")
-    if optimizer is None:
+    """PPO's or PQN's learning rate."""
+    if type(learner).__name__ not in ("PPO", "PQN"):
         return None
+    (optimizer,) = learner.optimizers.values()
     return optimizer.lr.item() if hasattr(optimizer, "lr") else optimizer.param_groups[0]["lr"]
 
 
@@ -134,7 +139,7 @@ def both_parts(script, folder):
 
 
 def is_on_policy(script):
-    return name_of(script).startswith("ppo")
+    return name_of(script).startswith(("ppo", "pqn"))
 
 
 def steps_of(script, first, total):
@@ -215,7 +220,7 @@ def check_seeds(script, *parts):
 
 
 def check_rates(script, *parts):
-    """PPO's rate is that of the step with which an iteration begins, from the first rate down to almost 0."""
+    """PPO's and PQN's rate is that of the step with which an iteration begins, from the first rate down to almost 0."""
     if is_on_policy(script):
         for (part, first, steps), total in zip(each(script, *parts), ENDS, strict=True):
             assert part.rates == pytest.approx([1e-3 * (1 - step / total) for step in [first, *steps[:-1]]])
@@ -230,10 +235,10 @@ def check_updates(script, *parts):
 
 
 def check_exploration(script, *parts):
-    """DQN's probability of random actions falls from 0.9 to 0.1 over half of the run."""
-    if name_of(script).startswith("dqn"):
+    """DQN's and PQN's probability of random actions falls from 0.9 to 0.1 over half of the run."""
+    if name_of(script).startswith(("dqn", "pqn")):
         for (part, first, steps), total in zip(each(script, *parts), ENDS, strict=True):
-            wanted = [0.9 - 0.8 * min(step / (total / 2), 1) for step in [first, *steps[:-1]]]
+            wanted = [0.9 - 0.8 * min(step / (total / 2), 1) for step in range(first, steps[-1], NUM_ENVS)]
             assert part.exploration == pytest.approx(wanted)
 
 
@@ -257,6 +262,7 @@ SEEDED = "seed=args.seed + run.step)"
 STARTED = "self.log_step = self.saved_step = self.step"
 JUMPED = ("step // frequency - (step - num_envs) // frequency", "int(step % frequency == 0)")
 TO_THE_END = ("max(args.exploration_fraction * args.total_timesteps, 1)", "args.total_timesteps")
+ONE_EPSILON = ("epsilon(run.step, args)", "epsilon(run.step - t * args.num_envs, args)")
 SAMPLED = ("action_space.seed(args.seed + run.step)", "action_space.seed(args.seed)")
 GAMES_AGAIN = ('load_checkpoint(args.resume).get("global_step", 0)', "0")
 BUGS = [  # script, what is wrong, what is replaced by what, who notices
@@ -306,9 +312,14 @@ BUGS = [  # script, what is wrong, what is replaced by what, who notices
         check_seeds,
     ),
     (TURBO["ppo"], "the next iteration's rate", "1 - run.step /", "1 - (run.step + args.num_steps) /", check_rates),
+    (PLAIN["pqn"], "the next iteration's rate", "1 - run.step /", "1 - (run.step + args.num_steps) /", check_rates),
     (MULTI, "the next iteration's rate", "1 - run.step /", "1 - (run.step + args.num_steps) /", check_rates),
     (TURBO["dqn"], "exploration to the end", *TO_THE_END, check_exploration),
     (PLAIN["dqn_atari"], "exploration to the end", *TO_THE_END, check_exploration),
+    (TURBO["pqn"], "exploration to the end", *TO_THE_END, check_exploration),
+    (TURBO["pqn_atari"], "exploration to the end", *TO_THE_END, check_exploration),
+    (PLAIN["pqn"], "one epsilon for a whole rollout", *ONE_EPSILON, check_exploration),
+    (TURBO["pqn_atari"], "one epsilon for a whole rollout", *ONE_EPSILON, check_exploration),
     (TURBO["dqn"], "multiples that steps jump over", *JUMPED, check_updates),
     (PLAIN["sac_atari"], "multiples that steps jump over", *JUMPED, check_updates),
 ]

@@ -42,13 +42,15 @@ def test_drift_is_noticed_and_fixed():
     assert copies.drifted({ONE: FUNCTION, TWO: FUNCTION.replace("why", "how")}) == ["f"]
 
 
-def test_networks_are_shared_by_the_scripts_of_an_algorithm_alone():
-    other = NETWORK.replace("1", "2")
-    assert copies.drifted({ONE: NETWORK, TWIN: other}) == ["Net"]
-    assert copies.drifted({SINGLE: NETWORK, SEVERAL: other}) == ["Net"]
-    assert not copies.drifted({ONE: NETWORK, TWO: other})
-    assert copies.carry(ONE, NETWORK, TWIN, other) == NETWORK
-    assert copies.carry(ONE, NETWORK, TWO, other) == other
+@pytest.mark.parametrize("base", ["nn.Module", "nn.Sequential"])
+def test_networks_are_shared_by_the_scripts_of_an_algorithm_alone(base):
+    network = NETWORK.replace("nn.Module", base)
+    other = network.replace("1", "2")
+    assert copies.drifted({ONE: network, TWIN: other}) == ["Net"]
+    assert copies.drifted({SINGLE: network, SEVERAL: other}) == ["Net"]
+    assert not copies.drifted({ONE: network, TWO: other})
+    assert copies.carry(ONE, network, TWIN, other) == network
+    assert copies.carry(ONE, network, TWO, other) == other
 
 
 @each_script

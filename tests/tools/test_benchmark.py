@@ -478,9 +478,9 @@ def test_dry_run_prints_the_commands(capsys, monkeypatch):
     monkeypatch.setattr(matrix.checkouts, "python", lambda peer: Path("python"))
     out, _ = commands(capsys)
     peers = [len(algorithm.peers) for algorithm in ALGORITHMS.values()]
-    assert peers == [4, 4, 4, 1, 4, 4, 2, 0] and len(out.splitlines()) == (8 * 5 + sum(peers)) * 3
+    assert peers == [4, 4, 4, 1, 4, 4, 2, 1, 1, 0] and len(out.splitlines()) == (10 * 5 + sum(peers)) * 3
     out, _ = commands(capsys, quick=True)
-    assert len(out.splitlines()) == 8 * 5
+    assert len(out.splitlines()) == 10 * 5
 
 
 def test_modes_are_skipped_for_want_of_a_device_or_of_packages(capsys, monkeypatch):

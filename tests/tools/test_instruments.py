@@ -34,7 +34,7 @@ from instruments import __main__ as command
 from instruments import frames, instrument, playing, plots, videos
 from instruments.baseline import RandomBaseline
 from instruments.frames import FrameDump, in_order
-from instruments.gradients import GradientWatch, keep_gradients
+from instruments.gradients import GradientWatch, ModuleLayers, keep_gradients
 from instruments.profiler import Profile
 from instruments.videos import VideoOnDemand
 
@@ -106,6 +106,9 @@ def test_a_watched_run_learns_the_same(name, kind, copy, tmp_path, always):
     assert scalars(watched, "charts/random_return")
 
 
+ONE_STEP = {"num_steps": 4, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 160}  # in each update of PQN
+
+
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if not name.startswith("ppo")])
 def test_each_layer_is_there_with_its_last_change(name, copy, tmp_path, always):
     """What a step has changed is by what weights have moved since the last log. An update of PPO is many steps."""
@@ -121,7 +124,7 @@ def test_each_layer_is_there_with_its_last_change(name, copy, tmp_path, always):
 
     script = copy(name)
     script.LOG_INTERVAL = 1
-    train(script, tmp_path / "run", [Keep()], **SIZES[name])
+    train(script, tmp_path / "run", [Keep()], **SIZES[name] | (ONE_STEP if name.startswith("pqn") else {}))
     learner = make_learner(TURBO[name])
     networks = learner.tensors()["networks"]
     wanted = set()
@@ -141,6 +144,21 @@ def test_each_layer_is_there_with_its_last_change(name, copy, tmp_path, always):
                 torch.testing.assert_close(seen[before][layer][1] - weights, change, rtol=1e-3, atol=1e-6)
                 moved += 1
     assert moved
+
+
+def test_the_changes_of_radam_are_those_of_its_steps():
+    """Its first five steps are of momentum alone, the later ones rectified."""
+    network = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.RAdam(network.parameters(), lr=0.1)
+    watched = ModuleLayers(SimpleNamespace(q=network, optimizers={"q": optimizer}), "q")
+    assert all(change.isnan().all() for _, _, change in watched.layers().values())
+    for _ in range(8):
+        before = [parameter.detach().clone() for parameter in network.parameters()]
+        optimizer.zero_grad()
+        network(torch.randn(16, 3)).square().mean().backward()
+        optimizer.step()
+        for weights, (_, after, change) in zip(before, watched.layers().values(), strict=True):
+            torch.testing.assert_close(weights - after, change)
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)

@@ -48,6 +48,7 @@ def test_modes_of_an_algorithm():
     unlocked = ["plain+mkl", "eager+mkl", "compile+mkl"]
     assert rounds.modes_of("dqn") == [*rounds.MODES, *rounds.PEERS, *unlocked, "sb3+mkl"]
     assert rounds.modes_of("ppo_lstm") == [*rounds.MODES, "sb3", *unlocked, "sb3+mkl"]
+    assert rounds.modes_of("pqn") == [*rounds.MODES, "cleanrl", *unlocked]
     assert rounds.modes_of("sac_atari") == [*rounds.MODES, *unlocked]
 
 

@@ -10,7 +10,7 @@ from instruments import __main__ as command
 from instruments import probe
 
 LEANRL = Path(__file__).resolve().parents[2] / "leanrl"
-PLAIN = {name: ALGORITHMS[name] for name in ("sac", "td3", "ppo", "dqn")} | {"ppo with memory": "ppo_lstm"}
+PLAIN = {name: ALGORITHMS[name] for name in ("sac", "td3", "ppo", "dqn", "pqn")} | {"ppo with memory": "ppo_lstm"}
 TURBO = {name: f"{script}_torchcompile" for name, script in PLAIN.items()}
 ALL = {one.name for one in probe.PROBES}
 VALUES = ALL - {"action", "both"}
@@ -68,6 +68,8 @@ TD3_SIGN = ("actor_loss = -functional_call", "actor_loss = functional_call")
 PPO_SIGN = ("policy_loss = -torch.min", "policy_loss = torch.min")
 DQN_STEP = ('self.optimizers["q"].step(td_loss)', "pass")
 BROADCAST = ("errors = (values - returns)", "errors = (values - returns.squeeze(-1))")
+PQN_STEP = ('self.optimizers["q"].step(gradient)', "gradient.norm()")
+ENDED = ("**transition, terminated=terminated", "**transition, terminated=ended")
 NO_GAMMA = ('self.args.gamma * (1 - rollout["terminated"])', '(1 - rollout["terminated"])')
 BUGS = {  # by what is wrong: script, what is replaced by what, which probes fail, and which do not
     "sign": [
@@ -78,6 +80,7 @@ BUGS = {  # by what is wrong: script, what is replaced by what, which probes fai
     ],
     "truncation is terminal": [
         (PLAIN["dqn"], *STORED, {"truncation"}, {"delay"}),
+        (PLAIN["pqn"], *ENDED, {"truncation"}, {"delay"}),
         (
             TURBO["sac"],
             "rewards, terminated, act_on)\n            obs",
@@ -89,10 +92,12 @@ BUGS = {  # by what is wrong: script, what is replaced by what, which probes fai
     "no gamma": [
         (PLAIN["dqn"], "self.args.gamma * next_q", "next_q", {"delay", "truncation"}, {"constant"}),
         (TURBO["td3"], "self.args.gamma * next_q", "next_q", {"delay", "truncation"}, {"constant"}),
+        (TURBO["pqn"], "self.args.gamma * (1 - weights)", "(1 - weights)", {"delay", "truncation"}, {"constant"}),
         (PLAIN["ppo with memory"], *NO_GAMMA, {"delay", "truncation"}, {"constant"}),
     ],
     "values do not learn": [
         (TURBO["dqn"], *DQN_STEP, VALUES, set()),
+        (TURBO["pqn"], *PQN_STEP, VALUES, set()),
         (PLAIN["sac"], f"{STEP})", "pass", VALUES, set()),
         (TURBO["td3"], f"{STEP}qf_loss)", "pass", VALUES, set()),
     ],

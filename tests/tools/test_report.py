@@ -137,7 +137,7 @@ def test_readme_has_a_row_for_each_algorithm(results):
     results("sac_atari", "compile", 21, **summary(5.0, 9.0))
     pages.write(pages.load(pages.ROOT / "results"))
     text = (pages.ROOT / "README.md").read_text()
-    assert text.split("<!-- end of speed -->")[0].strip().splitlines()[-13:] == [
+    assert text.split("<!-- end of speed -->")[0].strip().splitlines()[-15:] == [
         "Environment steps per second on a 2-core AMD EPYC, 24 GiB, medians over 1 to 2 seeds. LeanRL is the turbo "
         "script with `--compile`. CleanRL's scripts run with torch 2.4.1, gymnasium 0.29.1, and with MuJoCo's v4 "
         "tasks.",
@@ -148,8 +148,10 @@ def test_readme_has_a_row_for_each_algorithm(results):
         "| TD3, HalfCheetah-v5 | failed | 40 | - | - | 50 | - |",
         "| PPO, HalfCheetah-v5 | - | - | - | - | - | - |",
         "| DQN, CartPole-v1 | - | - | - | - | - | - |",
+        "| PQN, CartPole-v1 | - | - | - | - | - | - |",
         "| PPO, Breakout-v5 | - | - | - | - | - | - |",
         "| DQN, Breakout-v5 | - | - | - | - | - | - |",
+        "| PQN, Breakout-v5 | - | - | - | - | - | - |",
         "| PPO with memory, CartPole-v1 ‡ | - | - | - | - | 10 | - |",
         "",
         "† Measured before the script last changed. ‡ On a NVIDIA H200 (driver 580.1), 16-core AMD EPYC, 24 GiB.",

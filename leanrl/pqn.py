@@ -1,0 +1,556 @@
+"""Parallel Q-network (PQN) for discrete actions, in plain PyTorch: Gallici et al. 2024, arXiv:2407.04811.
+
+Q-learning without replay buffer and target network. The algorithm and its defaults are CleanRL's, but truncation is not
+termination here:
+
+1. Targets are Q(lambda) of a rollout of all environments; at its end and at a truncation they bootstrap the value of
+   the true last observation (`PQN.make_batch`).
+2. LayerNorm keeps the Q-network from diverging (`QNetwork`).
+3. Exploration is epsilon-greedy with a linearly decaying epsilon (`epsilon`, `PQN.act`).
+4. A rollout is learned in epochs of minibatches by RAdam, with clipped gradients (`PQN.update`).
+5. The learning rate decays linearly to 0 (`train`).
+
+pqn_torchcompile.py makes the same updates faster.
+
+    python leanrl/pqn.py --env-id CartPole-v1
+"""
+
+import copy
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+import zipfile
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    env_id: str = "CartPole-v1"  # gymnasium environment
+    total_timesteps: int = 500_000  # total environment steps, summed over all environments
+    num_envs: int = 4  # number of environments, stepped together
+    num_steps: int = 128  # steps of each environment per rollout
+    learning_rate: float = 2.5e-4  # initial learning rate
+    anneal_lr: bool = True  # decay the learning rate linearly to 0 over the run
+    gamma: float = 0.99  # discount factor
+    q_lambda: float = 0.65  # lambda of the Q(lambda) targets
+    num_minibatches: int = 4  # minibatches per epoch
+    update_epochs: int = 4  # passes over each rollout
+    max_grad_norm: float = 10.0  # gradients are clipped to this norm
+    start_e: float = 1.0  # epsilon, the probability of a random action, at the first step
+    end_e: float = 0.05  # epsilon after its decay
+    exploration_fraction: float = 0.5  # fraction of --total-timesteps over which epsilon decays linearly
+
+    cuda: bool = True  # use a CUDA device if there is one
+    threads: int = 1  # CPU threads for torch (0: torch's default, slower for networks this small)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+
+    exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
+    seed: int = 1  # seed of the environments, NumPy and torch
+    run_dir: str = "runs"  # parent folder of all runs
+    resume: str | None = None  # folder of a run to resume; its flags become the defaults
+    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
+    capture_video: bool = False  # record videos of the first environment
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
+
+
+AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
+AT_MOST_1 = ("gamma", "q_lambda", "start_e", "end_e", "exploration_fraction")
+FIXED = ("env_id",)  # flags that a resumed run cannot change
+
+
+def linear(inputs, outputs, gain=2**0.5):
+    """A linear layer, initialized with orthogonal weights and zero bias."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class QNetwork(nn.Sequential):
+    """Q(s, a) of all actions: maps (batch, obs_dim) to (batch, num_actions)."""
+
+    def __init__(self, obs_dim, num_actions):
+        super().__init__(
+            linear(obs_dim, 120),
+            nn.LayerNorm(120),
+            nn.ReLU(),
+            linear(120, 84),
+            nn.LayerNorm(84),
+            nn.ReLU(),
+            linear(84, num_actions),
+        )
+
+
+class GreedyPolicy(nn.Module):
+    """The policy exported to policy.pt2, actions of highest value: maps (batch, obs_dim) to (batch,)."""
+
+    def __init__(self, q):
+        super().__init__()
+        self.q = q
+
+    def forward(self, obs):
+        return self.q(obs).argmax(-1)
+
+
+class PQN:
+    """The learner: network, optimizer and the rollout of an iteration."""
+
+    def __init__(self, args, envs, device):
+        self.args = args
+        self.device = device
+        self.obs_dim = envs.single_observation_space.shape[0]
+        self.num_actions = int(envs.single_action_space.n)
+        with device:
+            self.q = QNetwork(self.obs_dim, self.num_actions)
+        self.networks = {"q": self.q}
+        self.optimizers = {"q": torch.optim.RAdam(self.q.parameters(), lr=args.learning_rate)}
+        shapes = {"obs": (self.obs_dim,), "next_obs": (self.obs_dim,)}
+        shapes |= {"actions": (), "rewards": (), "terminated": (), "ended": ()}
+        steps = (args.num_steps, envs.num_envs)
+        self.rollout = {name: torch.zeros(*steps, *shape, device=device) for name, shape in shapes.items()}
+        self.rng = np.random.default_rng(args.seed)  # for random actions
+        self.updates = 0
+        self.last_losses = {}
+
+    @torch.no_grad()
+    def make_batch(self):
+        """The rollout's transitions (num_steps * num_envs, ...) by name, with their Q(lambda) targets."""
+        rollout = self.rollout
+
+        # Q(lambda): a mean of one-step and longer returns, which end with the episode or the rollout
+        next_values = self.q(rollout["next_obs"]).amax(-1) * (1 - rollout["terminated"])
+        targets = torch.zeros_like(next_values)
+        target = next_values[-1]
+        for t in reversed(range(self.args.num_steps)):
+            weight = self.args.q_lambda * (1 - rollout["ended"][t])
+            target = rollout["rewards"][t] + self.args.gamma * next_values[t].lerp(target, weight)
+            targets[t] = target
+
+        batch = {"obs": rollout["obs"], "actions": rollout["actions"].long(), "targets": targets}
+        return {name: column.flatten(0, 1) for name, column in batch.items()}
+
+    def update_minibatch(self, rows):
+        """One step of RAdam on rows of a batch."""
+        # TD loss
+        q = self.q(rows["obs"]).gather(-1, rows["actions"][:, None]).squeeze(-1)
+        td_loss = (q - rows["targets"]).square().mean()
+        self.optimizers["q"].zero_grad()
+        td_loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(self.q.parameters(), self.args.max_grad_norm)
+        self.optimizers["q"].step()
+        self.last_losses = {"q_values": q.detach().mean(), "td_loss": td_loss.detach(), "grad_norm": grad_norm}
+
+    def update(self, learning_rate):
+        """Run all epochs over the rollout, each in minibatches drawn without replacement."""
+        self.optimizers["q"].param_groups[0]["lr"] = learning_rate
+        batch = self.make_batch()
+        for _ in range(self.args.update_epochs):
+            order = torch.randperm(len(batch["obs"]), device=self.device)
+            for rows in order.chunk(self.args.num_minibatches):
+                self.update_minibatch({name: column[rows] for name, column in batch.items()})
+        self.updates += 1
+
+    def store(self, t, **columns):
+        """Write columns (num_envs, ...) to step `t` of the rollout."""
+        for name, column in columns.items():
+            self.rollout[name][t] = torch.as_tensor(column, device=self.device)
+
+    @torch.no_grad()
+    def greedy(self, obs):
+        """Actions of highest value (num_envs,) for `obs` (num_envs, obs_dim), both NumPy."""
+        values = self.q(torch.as_tensor(obs, dtype=torch.float32, device=self.device))
+        return values.argmax(-1).cpu().numpy()
+
+    def act(self, obs, exploration):
+        """Actions for `obs`, both NumPy: each is random with probability `exploration`, else greedy."""
+        explore = self.rng.random(len(obs)) < exploration
+        count = np.count_nonzero(explore)
+        actions = self.greedy(obs) if count < len(obs) else np.empty(count, np.int64)
+        if count:
+            actions[explore] = self.rng.integers(self.num_actions, size=count)
+        return actions
+
+    def losses(self):
+        """Losses of the last minibatch, by name."""
+        return {name: value.item() for name, value in self.last_losses.items()}
+
+    def policy(self):
+        """A copy of the deterministic policy on the CPU, and example inputs."""
+        return GreedyPolicy(copy.deepcopy(self.q).cpu()).eval(), (torch.zeros(2, self.obs_dim),)
+
+    def state_dict(self):
+        """All state needed to resume bit for bit; tensors may be on the device."""
+        return {
+            "networks": {name: network.state_dict() for name, network in self.networks.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "updates": self.updates,
+            "numpy_rng": self.rng.bit_generator.state,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": [torch.cuda.get_rng_state()] if self.device.type == "cuda" else [],
+        }
+
+    def load_state_dict(self, state):
+        """Restore a `state_dict`."""
+        for name, network in self.networks.items():
+            network.load_state_dict(state["networks"][name])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
+        self.updates = state["updates"]
+        self.rng.bit_generator.state = state["numpy_rng"]
+        torch.set_rng_state(state["rng"])
+        torch.cuda.set_rng_state_all(state["cuda_rng"])
+
+
+def epsilon(step, args):
+    """The probability of a random action at environment step `step`: linear from start_e to end_e, then constant."""
+    progress = min(step / max(args.exploration_fraction * args.total_timesteps, 1), 1)
+    return args.start_e + progress * (args.end_e - args.start_e)
+
+
+def train(args):
+    """Train an agent."""
+    device, folder = prepare(args)
+    check_batch_size(args)
+    envs = make_envs(args, folder)
+    require_discrete_actions(args, envs)
+    learner = PQN(args, envs, device)
+    with Run(args, folder, envs, learner) as run:
+        obs, _ = envs.reset(seed=args.seed + run.step)
+        while run.unfinished():
+            learning_rate = args.learning_rate
+            if args.anneal_lr:
+                learning_rate *= 1 - run.step / args.total_timesteps
+            for t in range(args.num_steps):
+                actions = learner.act(obs, epsilon(run.step, args))
+                next_obs, rewards, terminated, truncated, _ = envs.step(actions)
+                ended = terminated | truncated
+                transition = {"obs": obs, "next_obs": next_obs, "actions": actions, "rewards": rewards}
+                learner.store(t, **transition, terminated=terminated, ended=ended)
+                obs = next_obs
+                if ended.any():
+                    obs, _ = envs.reset(options={"reset_mask": ended})
+                run.advance(rewards, ended)
+            learner.update(learning_rate)
+            run.log(learner.losses())
+
+
+def check_batch_size(args):
+    """Refuse a batch that cannot be divided evenly into minibatches."""
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches:
+        refuse("num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch_size}")
+
+
+def make_envs(args, folder):
+    """Make `num_envs` environments, stepped one after another; videos of the first are written to `folder`."""
+
+    def make_env(index):
+        if args.capture_video and index == 0:
+            env = gym.make(args.env_id, render_mode="rgb_array")
+            env = gym.wrappers.RecordVideo(env, str(folder / "videos"), disable_logger=True)
+        else:
+            env = gym.make(args.env_id)
+        return env if isinstance(env.observation_space, gym.spaces.Box) else gym.wrappers.FlattenObservation(env)
+
+    try:
+        functions = [partial(make_env, index) for index in range(args.num_envs)]
+        envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError) as error:
+        refuse("env_id", args.env_id, error)
+    space = envs.single_observation_space
+    if len(space.shape) != 1:
+        refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
+    return envs
+
+
+def require_discrete_actions(args, envs):
+    """Refuse action spaces that are not discrete from 0 up."""
+    space = envs.single_action_space
+    if not isinstance(space, gym.spaces.Discrete) or space.start != 0:
+        refuse("env_id", args.env_id, f"actions must be discrete and count from 0, not {space}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def parse_args():
+    """Parse the command line. With --resume, the checkpoint's flags are the defaults."""
+    args = tyro.cli(Args, description=__doc__)
+    if args.resume is not None:
+        saved = load_checkpoint(args.resume).get("args", {})
+        defaults = {name: value for name, value in saved.items() if name in vars(args)}
+        args = tyro.cli(Args, default=Args(**defaults), description=__doc__)
+    return args
+
+
+def refuse(name, value, remedy):
+    """Exit with code 2 and one line that names the argument, its value and the remedy."""
+    remedy = " ".join(str(remedy).split())
+    print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def prepare(args):
+    """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
+    for name, value in vars(args).items():
+        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            refuse(name, value, f"give a number from {low} to {high}")
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    if args.threads > os.cpu_count():
+        refuse("threads", args.threads, f"this machine has {os.cpu_count()} cores")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    return device, Path(args.run_dir).absolute() / name.replace("/", "_").replace(":", "_")
+
+
+def load_checkpoint(resume):
+    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
+    path = Path(resume)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
+    try:
+        if zipfile.ZipFile(path).testzip() is not None:
+            raise ValueError("its checksum is wrong")  # torch.load does not check it
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+    except Exception as error:
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
+
+
+def all_finite(state):
+    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
+    return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
+
+
+def replace_file(path, write):
+    """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise SystemExit(f"error: could not write {path}: is the disk full? ({error})") from error
+
+
+class ProgressBar(tqdm):
+    """A progress bar that tolerates a closed stderr."""
+
+    def display(self, *args, **kwargs):
+        with suppress(OSError):
+            super().display(*args, **kwargs)
+
+
+class Run:
+    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
+
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
+    they are after an error.
+    """
+
+    def __init__(self, args, folder, envs, learner):
+        self.args = args
+        self.folder = folder
+        self.envs = envs
+        self.learner = learner
+        self.step = 0
+        self.episodes = 0
+        self.recent_returns = deque(maxlen=20)
+        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
+        self.lengths = np.zeros(args.num_envs, int)
+        self.signal = None
+        self.diverged = False
+        self.pid = os.getpid()
+        if args.resume is not None:
+            self.restore(load_checkpoint(args.resume))
+        self.log_step = self.saved_step = self.step
+        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
+        self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
+        self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
+        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        try:
+            self.make_folder()
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
+        if args.track:
+            import wandb
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+        self.writer = SummaryWriter(folder)
+        size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
+        self.start_time = self.log_time = time.perf_counter()
+
+    def make_folder(self):
+        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
+        if not (self.folder / "config.json").exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
+            shutil.copy(__file__, self.folder)
+
+    def restore(self, checkpoint):
+        """Restore the run from a checkpoint."""
+        try:
+            for name in FIXED:
+                if getattr(self.args, name) != checkpoint["args"][name]:
+                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
+            if not all_finite(checkpoint["learner"]):
+                raise ValueError("it holds NaN or inf")
+            self.learner.load_state_dict(checkpoint["learner"])
+            self.step = checkpoint["global_step"]
+            self.episodes = checkpoint["episodes"]
+            self.recent_returns.extend(checkpoint["returns"])
+        except Exception as error:
+            refuse("resume", self.args.resume, f"this checkpoint does not fit the script: {error!r}")
+        if self.step >= self.args.total_timesteps:
+            refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
+
+    def __enter__(self):
+        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
+        return self
+
+    def on_signal(self, number, frame):
+        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
+        if os.getpid() != self.pid:
+            os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
+        if self.signal is None:
+            self.signal = number
+            self.signal_time = time.perf_counter()
+        elif time.perf_counter() > self.signal_time + 1:
+            raise KeyboardInterrupt
+
+    def unfinished(self):
+        """Whether to continue. Saves a checkpoint first if one is due."""
+        if self.step >= self.args.total_timesteps or self.signal is not None:
+            return False  # `__exit__` saves the last checkpoint
+        interval = self.args.checkpoint_interval
+        if interval and self.step // interval > self.saved_step // interval:
+            self.save()
+        return True
+
+    def advance(self, rewards, ended):
+        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
+        self.step += self.args.num_envs
+        self.returns += rewards
+        self.lengths += 1
+        for i in ended.nonzero()[0]:
+            self.make_folder()
+            self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
+            self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
+            self.recent_returns.append(float(self.returns[i]))
+            self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
+            self.episodes += 1
+            self.returns[i] = self.lengths[i] = 0
+        self.bar.update(self.args.num_envs)
+
+    def log(self, losses):
+        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
+        self.make_folder()
+        now = time.perf_counter()
+        self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
+        self.log_step = self.step
+        self.log_time = now
+        for name, value in losses.items():
+            self.writer.add_scalar(f"losses/{name}", value, self.step)
+            if "loss" in name and not math.isfinite(value):
+                self.end_at_nan(f"{name} is {value}")
+
+    def end_at_nan(self, what):
+        """End the run with exit code 1. The last checkpoint, if there is one, is kept."""
+        self.diverged = True
+        causes = "NaN in observations or rewards, or too high a learning rate"
+        raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
+
+    def save(self):
+        """Write checkpoint.pt and policy.pt2."""
+        state = self.learner.state_dict()
+        if not all_finite(state):
+            self.end_at_nan("the checkpoint would hold NaN or inf")
+        self.make_folder()
+        checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
+        checkpoint |= {"returns": list(self.recent_returns), "learner": state}
+        replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+        self.saved_step = self.step
+        policy, inputs = self.learner.policy()
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
+        replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
+
+    def close(self):
+        """Write summary.json; close environments and logs."""
+        results = {"global_step": self.step, "episodes": self.episodes}
+        results["wall_seconds"] = time.perf_counter() - self.start_time
+        finite = [value for value in self.recent_returns if math.isfinite(value)]
+        results["episodic_return"] = float(np.mean(finite)) if finite else None
+        summary = json.dumps(self.config | results, indent=2)
+        with suppress(OSError):  # stderr may be closed
+            self.bar.close()
+        with suppress(Exception):  # an environment that fails to close must not fail the run
+            self.envs.close()
+        self.make_folder()
+        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
+        self.writer.close()
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if not self.diverged and kind is not KeyboardInterrupt:  # a second Ctrl-C
+                self.save()
+        finally:
+            self.close()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
+            raise SystemExit(128 + self.signal)
+        if kind is SystemExit and not self.diverged:
+            raise SystemExit(f"error: step {self.step}: the environment ended the program with sys.exit({error.code})")
+
+
+if __name__ == "__main__":
+    train(parse_args())
+
+# `uv run` reads and installs these requirements (PEP 723).
+# /// script
+# requires-python = ">=3.11,<3.15"
+# dependencies = [
+#     "torch==2.13.0", "gymnasium==1.4.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
+#     "tensorboard==2.21.0", "wandb==0.31.0",
+# ]
+# ///
