@@ -789,7 +789,7 @@ if __name__ == "__main__":
 # /// script
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
-#     "torch==2.13.0", "tensordict==0.15.3", "gymnasium==1.4.0", "numpy==2.4.6", "tyro==1.0.17", "tqdm==4.70.1",
-#     "tensorboard==2.21.0", "wandb==0.31.0", "envpool==1.2.5",
+#     "torch>=2.11,<2.16", "tensordict>=0.12,<0.16", "gymnasium>=1.1,<2", "numpy>=1.26,<3",
+#     "tyro>=1.0,<2", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.20", "envpool>=1.2,<2",
 # ]
 # ///
