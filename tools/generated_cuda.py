@@ -167,7 +167,7 @@ def cuda_code(gm, inputs, capability=90, options=None):
 
 def generate(gm, inputs, capability, options):
     """`cuda_code` without its cache."""
-    gm = copy.deepcopy(gm)
+    gm = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
     for node in gm.graph.nodes:
         node.args = replace_devices(node.args)
         node.kwargs = replace_devices(node.kwargs)
@@ -706,7 +706,7 @@ class Session:
 
 def in_double(gm):
     """The graph `gm` with float32 replaced by float64."""
-    gm = copy.deepcopy(gm)
+    gm = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
     double = lambda x: torch.float64 if x is torch.float32 else x  # noqa: E731
     for node in gm.graph.nodes:
         node.args = torch.fx.node.map_aggregate(node.args, double)
