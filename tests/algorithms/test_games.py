@@ -49,6 +49,8 @@ def play(script, folder):
     learners = []
     own_make = envpool.make
     sizes = OFF_POLICY if hasattr(script, "FrameReplay") else ON_POLICY
+    if hasattr(script, "PQN"):
+        sizes = sizes | {"end_e": 1.0}  # who plays at random loses lives
     with pytest.MonkeyPatch.context() as patch, no_export():
         patch.setattr(envpool, "make", make)
         patch.setattr(learner_class(script), "update", lambda learner, *args: None)
