@@ -91,6 +91,8 @@ def test_speed_table(results):
         "| | eager | seed 21 failed: runs/eager/21/log.txt | | | |",
         "| | compile | not measured | | | |",
         "| DQN, Breakout-v5 | all | not measured | | | |",
+        "| PQN, CartPole-v1 | all | not measured | | | |",
+        "| PQN, Breakout-v5 | all | not measured | | | |",
         "| SAC-discrete, BeamRider-v5 | all | not measured | | | |",
     ]
 

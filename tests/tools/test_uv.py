@@ -56,8 +56,15 @@ def uv_settings():
 
 @pytest.fixture
 def copied_alone(tmp_path):
-    """A copy of a script in an empty folder; the environment that uv caches for it goes with the test."""
-    yield shutil.copy(ROOT / "leanrl" / "dqn_torchcompile.py", tmp_path / "copied_alone.py")
+    """A copy of a script in an empty folder; the environment that uv caches for it goes with the test.
+
+    Its torch is that of constraints.txt, of which there may be a build for the CPU.
+    """
+    (torch,) = re.findall(r"^torch==.*$", (ROOT / "requirements" / "constraints.txt").read_text(), re.M)
+    source = (ROOT / "leanrl" / "dqn_torchcompile.py").read_text()
+    script = tmp_path / "copied_alone.py"
+    script.write_text(source.replace("# ]\n# ///", f'# ]\n# [tool.uv]\n# constraint-dependencies = ["{torch}"]\n# ///'))
+    yield script
     cache = subprocess.run([*UV, "cache", "dir"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     for environment in Path(cache).glob("environments-*/copied-alone-*"):
         shutil.rmtree(environment)
