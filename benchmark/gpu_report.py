@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmark import editions
-from benchmark.algorithms import named
+from benchmark.algorithms import FULL_SOON, named
 from benchmark.results import RESULTS, store
 from benchmark.speed import rounds
 from common import ROOT
@@ -31,7 +31,7 @@ from common.tables import Table
 
 ALGOS = ("sac_continuous_action", "ppo_continuous_action", "ppo_atari_envpool")
 MODES = tuple(rounds.MODES)
-FLAGS = {"sac_continuous_action": "--learning-starts 1000 --buffer-size 100000"}  # soon in steady state
+FLAGS = {"sac_continuous_action": FULL_SOON}
 SLICES = {"sac_continuous_action": 1000, "ppo_continuous_action": 8192, "ppo_atari_envpool": 4096}  # steps
 AGREEMENT = "-m pytest -q -m gpu -k 'test_modes_agree and real and not 1e9' tests/algorithms/test_sac.py "
 AGREEMENT += "tests/algorithms/test_ppo.py"

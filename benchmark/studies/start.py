@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark import editions
-from benchmark.algorithms import ALGORITHMS, named
+from benchmark.algorithms import ALGORITHMS, FULL_SOON, named
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import INTERLEAVED, RoundArgs, cold, command
 from common.arguments import check, distinct, from_low, parse, stop
@@ -27,7 +27,6 @@ from common.processes import end, start
 from common.tables import spread
 
 OFF_POLICY = ("sac", "td3", "dqn")
-SOON = "--learning-starts 500 --buffer-size 20000"
 HEADER = ("", "cold start, s", "warm start, s")
 
 
@@ -43,7 +42,7 @@ class Args:
 
 def seconds_to_updates(algo, folder):
     """Start a compiled run whose caches are in `folder`; the seconds until all of its updates are compiled."""
-    flags = SOON if algo.startswith(OFF_POLICY) else ""
+    flags = FULL_SOON if algo.startswith(OFF_POLICY) else ""
     settings = RoundArgs(algo=algo, total_timesteps=ALGORITHMS[algo].quick_steps, flags=flags)
     words = command(settings, [*INTERLEAVED, f"{algo}_torchcompile", "--compile"], 1, folder / "runs")
     begin = time.perf_counter()
