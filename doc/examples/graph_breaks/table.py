@@ -361,22 +361,21 @@ def full_table(data):
 
 
 def fix(data, function):
-    """What explain reports for the broken form, and the fix as a diff."""
+    """The reasons of the broken form's breaks, and the fix as a diff."""
     versions = {data["torch"]: data["simplified"][function]["broken"]}
     if function in STUDY:
         versions = {"2.0.1": data["of_2023"][function]} | versions
     report = []
     for version, counts in versions.items():
-        report.append(f"{function}, torch {version}: {plural(counts['graphs'], 'graph')}, {result(counts)}")
-        for message, line in counts["reasons"]:
-            report += [f"    {message}", f"        {line}"]
+        reasons = "; ".join(f"{message}, at `{line}`" for message, line in counts["reasons"])
+        report += [f"torch {version}: {reasons}."] if reasons else []
     forms = [inspect.getsource(getattr(example, function)).splitlines() for example in examples().values()]
     lines = list(difflib.unified_diff(*forms, n=9, lineterm=""))[3:]
     hooks = [example.BEFORE_CALLS.get(getattr(example, function)) for example in examples().values()]
     if hooks[0] and function in ("learning_rate", "temperature"):
         forms = [inspect.getsource(hook).splitlines() for hook in hooks]
         lines = list(difflib.unified_diff(*forms, n=9, lineterm=""))[3:]
-    return "\n".join(["```text", *report, "```", "", "```diff", *lines, "```"])
+    return "\n".join([*([" ".join(report), ""] if report else []), "```diff", *lines, "```"])
 
 
 def with_figures(page, data):
