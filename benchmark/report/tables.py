@@ -14,8 +14,7 @@ from common.tables import Table, mean_and_deviation, spread
 
 HEADLINE = ("ppo_continuous_action", "HalfCheetah-v5")
 BESIDE = ("sac_continuous_action", "HalfCheetah-v5")  # in README's picture, where it is measured too
-SHORT = ("sac_continuous_action", "td3_continuous_action", "ppo_continuous_action", "dqn", "pqn")  # README's rows
-SHORT += ("ppo_atari_envpool", "dqn_atari", "pqn_atari_envpool", "ppo_lstm")
+SHORT = tuple(algo for algo, algorithm in ALGORITHMS.items() if "cleanrl" in algorithm.peers)  # README's rows
 SPEED = ("", "mode", "steps/s", "ratio to plain", "warm-up, s", "pays off after, steps")
 LEARNING = ("", "mode", "return", "of each seed", "steps", "minutes", "CleanRL's table")
 MACHINES = ("machine", "driver", "packages", "peers")
@@ -141,6 +140,8 @@ def short_table(results):
     theirs = [one["summary"].get("versions", {}) for own in groups for one in own if one["mode"] == "cleanrl"]
     if theirs:
         text += f" CleanRL's scripts run with {versions(theirs, ('torch', 'gymnasium'))}, and with MuJoCo's v4 tasks."
+    text += " All programs of a row took turns on the same cores with the same hyper-parameters and precision."
+    text += " The machine is shared: compare within a row. [All results](doc/speed.md), [all tricks](doc/tricks.md)."
     table = Table(text, ("", *COLUMNS, f"{LEANRL} / CleanRL"), rows).markdown()
     notes = [f"† {BEFORE}"] if any("†" in cell for row in rows for cell in row) else []
     notes += [f"‡ On a {', '.join(dict.fromkeys(elsewhere))}."] if elsewhere else []
