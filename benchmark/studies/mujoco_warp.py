@@ -53,8 +53,14 @@ def episodes(reference, worlds, seed=0):
     return qpos, qvel, actions
 
 
+def begin(reference, qpos, qvel):
+    """Begin an episode of gymnasium's environment in this state."""
+    mujoco.mj_resetData(reference.model, reference.data)
+    reference.set_state(qpos, qvel)
+
+
 def place(envs, qpos, qvel):
-    """Put the worlds of MuJoCo Warp into states in which episodes have just begun."""
+    """The same for all worlds of MuJoCo Warp."""
     envs.reset()
     envs.qpos.copy_(torch.as_tensor(qpos))
     envs.qvel.copy_(torch.as_tensor(qvel))
@@ -68,8 +74,7 @@ def steps_of_gymnasium(reference, qpos, qvel, actions):
     obs = np.full((steps, worlds, reference.observation_space.shape[0]), np.nan)
     rewards, terminated = np.full((steps, worlds), np.nan), np.zeros((steps, worlds), bool)
     for world in range(worlds):
-        mujoco.mj_resetData(reference.model, reference.data)
-        reference.set_state(qpos[world], qvel[world])
+        begin(reference, qpos[world], qvel[world])
         for step in range(steps):
             obs[step, world], rewards[step, world], terminated[step, world], _, _ = reference.step(actions[step, world])
             if terminated[step, world]:
