@@ -9,20 +9,23 @@ actions. A difference is that of two numbers, divided by the size of gymnasium's
 until their episode ends in one of the two.
 """
 
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import gymnasium as gym
 import mujoco
 import numpy as np
 import torch
+from gymnasium.envs.mujoco import mujoco_env
 
 from common.arguments import check, distinct, from_low, parse
 from common.tables import Table
 from environments.mujoco_warp import TASKS
 
 STEPS = 10
-HEADER = ("", "observations", "first step", "reward", "tenth step", "median", "reward", "ends that differ")
+HEADER = ("", "numbers", "first step", "its reward", "ten steps, median", "ten steps", "rewards", "ends that differ")
 SPEED_HEADER = ("", "seconds to make it", "steps per second", "per second of CPU time")
 
 
@@ -101,10 +104,18 @@ def relative(got, wanted):
     return np.abs(got - wanted) / np.maximum(1, np.abs(wanted))
 
 
-def differences(name, worlds, newton=False, **kwargs):
-    """Of observations (STEPS, worlds, obs_dim), rewards and terminated (STEPS, worlds); and gymnasium's observations.
+def elliptic(xml_file, folder):
+    """A copy of a model of gymnasium's in `folder`, with elliptic friction cones."""
+    model = (Path(mujoco_env.__file__).parent / "assets" / xml_file).read_text()
+    path = Path(folder) / xml_file
+    path.write_text(model.replace("<option ", '<option cone="elliptic" ', 1))
+    return {"xml_file": str(path)}
 
-    With `newton`, gymnasium's environment also uses this solver.
+
+def differences(name, worlds, newton=False, **kwargs):
+    """Of observations (STEPS, worlds, obs_dim), of rewards and terminated (STEPS, worlds); and the number of ends.
+
+    With `newton`, gymnasium's environment also uses this solver. Other keyword arguments go to both.
     """
     reference = gym.make(name, **kwargs).unwrapped
     envs = gym.make_vec(f"warp/{name}", num_envs=worlds, **kwargs)
@@ -117,18 +128,18 @@ def differences(name, worlds, newton=False, **kwargs):
         "rewards": relative(got[1], wanted[1]),
         "terminated": got[2] != wanted[2],
         "ends": wanted[2].sum(),
-        "values": wanted[0],
     }
 
 
-def row(name, worlds, newton=False):
-    found = differences(name, worlds, newton)
-    first, last = found["obs"][0].max(-1), found["obs"][-1].max(-1)
-    numbers = (np.nanmax(x) for x in (first, found["rewards"][0], last))
-    numbers = [f"{number:.0e}" for number in (*numbers, np.nanmedian(last), np.nanmax(found["rewards"][-1]))]
-    title = name.removesuffix("-v5") + (", both Newton" if newton else "")
-    ends = f"{found['terminated'].any(0).sum()} of {found['ends']}"
-    return [title, str(found["values"].shape[-1]), *numbers, ends]
+def row(name, worlds, title="", **kwargs):
+    found = differences(name, worlds, **kwargs)
+    obs, rewards = np.nanmax(found["obs"], 2), found["rewards"]
+    worst = np.nanmax(obs, 0)
+    numbers = (np.nanmax(obs[0]), np.nanmax(rewards[0]), np.median(worst), np.max(worst), np.nanmax(rewards))
+    different = found["terminated"].any(0).sum()
+    title = name.removesuffix("-v5") + title
+    width = str(found["obs"].shape[-1])
+    return [title, width, *(f"{number:.0e}" for number in numbers), f"{different} of {found['ends']}"]
 
 
 def speed(name, worlds, steps=50):
@@ -156,7 +167,10 @@ def main(args):
         return
     rows = [row(name, args.worlds) for name in args.tasks]
     if "Humanoid-v5" in args.tasks:
-        rows.append(row("Humanoid-v5", args.worlds, newton=True))
+        rows.append(row("Humanoid-v5", args.worlds, ", both with Newton", newton=True))
+    if "Ant-v5" in args.tasks:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(row("Ant-v5", args.worlds, ", both with elliptic cones", **elliptic("ant.xml", folder)))
     print(Table("", HEADER, rows).markdown())
 
 

@@ -17,14 +17,14 @@ from benchmark.studies import mujoco_warp as study
 from environments.mujoco_warp import TASKS
 
 WORLDS = 32
-TOLERANCES = {  # of the first step: observations, rewards; of half of the worlds after ten
-    "HalfCheetah-v5": (5e-4, 5e-5, 5e-4),
-    "Hopper-v5": (2e-5, 5e-6, 2e-5),
-    "Walker2d-v5": (5e-4, 5e-5, 1e-4),
-    "Ant-v5": (5e-4, 5e-5, 1e-4),
-    "Humanoid-v5": (5e-4, 5e-5, 1e-4),
-    "InvertedPendulum-v5": (2e-6, 0, 2e-6),
-    "InvertedDoublePendulum-v5": (5e-4, 5e-5, 1e-4),
+TOLERANCES = {  # observations and rewards of the first step; observations of half of the worlds in ten steps
+    "HalfCheetah-v5": (5e-4, 5e-5, 1e-3),
+    "Hopper-v5": (2e-5, 5e-6, 5e-5),
+    "Walker2d-v5": (5e-4, 5e-5, 5e-4),
+    "Ant-v5": (5e-3, 5e-4, 5e-3),
+    "Humanoid-v5": (5e-3, 5e-5, 1e-3),
+    "InvertedPendulum-v5": (5e-6, 0, 5e-6),
+    "InvertedDoublePendulum-v5": (5e-6, 5e-6, 5e-6),
 }
 tasks = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name != "Hopper-v5")) for name in TASKS]
@@ -54,14 +54,22 @@ def rollout(envs, steps=40, seed=1, change=lambda envs: None):
     return parts | {"first": obs, "final_obs": torch.stack([step[4]["final_obs"] for step in found])}
 
 
+def comparable(name, folder):
+    """Arguments with which both simulators compute the same.
+
+    MuJoCo Warp does not have Humanoid's solver. Where a steep capsule touches the ground, it turns the pyramid that
+    approximates the friction cone.
+    """
+    return {"newton": True} | (study.elliptic("ant.xml", folder) if name == "Ant-v5" else {})
+
+
 @tasks
-def test_steps_are_gymnasiums(name):
-    """Of Humanoid, gymnasium's environment uses Newton's solver here: MuJoCo Warp does not have PGS."""
-    found = study.differences(name, WORLDS, newton=True)
-    first, rewards, tenth = TOLERANCES[name]
+def test_steps_are_gymnasiums(name, tmp_path):
+    found = study.differences(name, WORLDS, **comparable(name, tmp_path))
+    first, rewards, ten = TOLERANCES[name]
     assert np.nanmax(found["obs"][0]) <= first
     assert np.nanmax(found["rewards"][0]) <= rewards
-    assert np.nanmedian(found["obs"][-1].max(-1)) <= tenth
+    assert np.median(np.nanmax(found["obs"], (0, 2))) <= ten
     assert not found["terminated"].any()
 
 
@@ -220,8 +228,8 @@ def test_tensors_are_the_callers():
         ("InvertedDoublePendulum-v5", {"healthy_reward": 3.0}),
     ],
 )
-def test_keyword_arguments_are_gymnasiums(name, kwargs):
-    found = study.differences(name, WORLDS, newton=True, **kwargs)
+def test_keyword_arguments_are_gymnasiums(name, kwargs, tmp_path):
+    found = study.differences(name, WORLDS, **comparable(name, tmp_path), **kwargs)
     first, rewards, _ = TOLERANCES[name]
     assert np.nanmax(found["obs"][0]) <= first
     assert np.nanmax(found["rewards"][0]) <= rewards
