@@ -1,1 +1,1 @@
-"""Environments for --env-id, each in a module of its own: the scripts need none of them."""
+"""Environments for --env-id. No script imports them."""

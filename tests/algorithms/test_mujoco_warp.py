@@ -246,3 +246,11 @@ def test_one_environment_is_gymnasiums():
     env = gym.make("environments.mujoco_warp:warp/Hopper-v5")
     assert type(env.unwrapped) is HopperEnv
     assert env.spec.max_episode_steps == 1000
+
+
+def test_a_picture_shows_the_first_world(monkeypatch):
+    envs = make("Hopper-v5")
+    envs.reset(seed=1)
+    monkeypatch.setattr(envs.reference, "render", envs.reference.state_vector)
+    (picture,) = envs.render()
+    assert picture.tolist() == torch.cat((envs.qpos[0], envs.qvel[0])).tolist()
