@@ -25,7 +25,7 @@ from common.tables import Table
 from environments.mujoco_warp import TASKS
 
 STEPS = 10
-HEADER = ("", "numbers", "first step", "its reward", "ten steps, median", "ten steps", "rewards", "ends that differ")
+HEADER = ("", "numbers", "first step", "its reward", "tenth step", "median", "its reward", "ends that differ")
 SPEED_HEADER = ("", "seconds to make it", "steps per second", "per second of CPU time")
 
 
@@ -133,12 +133,11 @@ def differences(name, worlds, newton=False, **kwargs):
 
 def row(name, worlds, title="", **kwargs):
     found = differences(name, worlds, **kwargs)
-    obs, rewards = np.nanmax(found["obs"], 2), found["rewards"]
-    worst = np.nanmax(obs, 0)
-    numbers = (np.nanmax(obs[0]), np.nanmax(rewards[0]), np.median(worst), np.max(worst), np.nanmax(rewards))
+    first, last = found["obs"][0].max(-1), found["obs"][-1].max(-1)
+    rewards = found["rewards"]
+    numbers = [np.nanmax(first), np.nanmax(rewards[0]), np.nanmax(last), np.nanmedian(last), np.nanmax(rewards[-1])]
     different = found["terminated"].any(0).sum()
-    title = name.removesuffix("-v5") + title
-    width = str(found["obs"].shape[-1])
+    title, width = name.removesuffix("-v5") + title, str(found["obs"].shape[-1])
     return [title, width, *(f"{number:.0e}" for number in numbers), f"{different} of {found['ends']}"]
 
 
