@@ -20,7 +20,7 @@ PAGE = Path(__file__).resolve().parents[2] / "doc" / "environments.md"
 def example(tmp_path, monkeypatch):
     """A folder where Python finds the modules of the page, my_env and wrapped."""
     monkeypatch.syspath_prepend(tmp_path)
-    my_env, wrapped = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.M | re.S)
+    my_env, wrapped, *_ = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.M | re.S)
     (tmp_path / "my_env.py").write_text(my_env)
     (tmp_path / "wrapped.py").write_text(f"import gymnasium as gym\n\n\n{wrapped}")
     yield tmp_path

@@ -1,0 +1,1 @@
+"""Environments for --env-id. No script imports them."""

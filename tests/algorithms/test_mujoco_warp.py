@@ -1,0 +1,256 @@
+"""environments/mujoco_warp.py beside gymnasium's environments, and the rules for vector environments."""
+
+import functools
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("mujoco_warp", reason="pip install -r requirements/warp.txt")
+
+from gymnasium.envs.mujoco.hopper_v5 import HopperEnv
+from gymnasium.vector import AutoresetMode
+from scipy.stats import ks_2samp
+
+from benchmark.studies import mujoco_warp as study
+from environments.mujoco_warp import TASKS
+
+WORLDS = 32
+TOLERANCES = {  # observations and rewards of the first step; observations of half of the worlds in ten steps
+    "HalfCheetah-v5": (5e-4, 5e-5, 1e-3),
+    "Hopper-v5": (2e-5, 5e-6, 5e-5),
+    "Walker2d-v5": (5e-4, 5e-5, 5e-4),
+    "Ant-v5": (5e-3, 5e-4, 5e-3),
+    "Humanoid-v5": (5e-3, 5e-5, 1e-3),
+    "InvertedPendulum-v5": (5e-6, 0, 5e-6),
+    "InvertedDoublePendulum-v5": (5e-6, 5e-6, 5e-6),
+}
+tasks = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name != "Hopper-v5")) for name in TASKS]
+)
+
+
+@functools.cache
+def make(name, worlds=WORLDS):
+    """Environments that tests share, since the simulator takes a while to load: reset them first."""
+    return gym.make_vec(f"warp/{name}", num_envs=worlds)
+
+
+def actions(envs, steps, seed=0):
+    """Random actions (steps, num_envs, act_dim)."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = map(torch.tensor, (envs.single_action_space.low, envs.single_action_space.high))
+    return low + (high - low) * torch.rand(steps, *envs.action_space.shape, generator=generator)
+
+
+def rollout(envs, steps=40, seed=1, change=lambda envs: None):
+    """What `steps` random actions after a reset return, each stacked over steps; `change` comes after the reset."""
+    obs, _ = envs.reset(seed=seed)
+    change(envs)
+    found = [envs.step(action) for action in actions(envs, steps)]
+    names = ("obs", "rewards", "terminated", "truncated")
+    parts = {name: torch.stack([step[i] for step in found]) for i, name in enumerate(names)}
+    return parts | {"first": obs, "final_obs": torch.stack([step[4]["final_obs"] for step in found])}
+
+
+def comparable(name, folder):
+    """Arguments with which both simulators compute the same.
+
+    MuJoCo Warp does not have Humanoid's solver. Where a steep capsule touches the ground, it turns the pyramid that
+    approximates the friction cone.
+    """
+    return {"newton": True} | (study.elliptic("ant.xml", folder) if name == "Ant-v5" else {})
+
+
+@tasks
+def test_steps_are_gymnasiums(name, tmp_path):
+    found = study.differences(name, WORLDS, **comparable(name, tmp_path))
+    first, rewards, ten = TOLERANCES[name]
+    assert np.nanmax(found["obs"][0]) <= first
+    assert np.nanmax(found["rewards"][0]) <= rewards
+    assert np.median(np.nanmax(found["obs"], (0, 2))) <= ten
+    assert not found["terminated"].any()
+
+
+@tasks
+def test_resets_are_gymnasiums(name):
+    """The observations for the same state; and states of the same distribution."""
+    envs, reference = make(name), gym.make(name).unwrapped
+    qpos, qvel, _ = study.episodes(reference, WORLDS)
+    study.place(envs, qpos, qvel)
+    got = envs.task.observe(envs)
+    for row, *state in zip(got, qpos, qvel, strict=True):
+        study.begin(reference, *state)
+        np.testing.assert_allclose(row, reference._get_obs(), rtol=1e-4, atol=1e-5)
+
+    states = []
+    for _ in range(30):
+        envs.reset()
+        states.append(torch.cat((envs.qpos, envs.qvel), 1))
+    states, wanted = torch.cat(states).numpy(), []
+    for _ in range(500):
+        reference.reset()
+        wanted.append(reference.state_vector())
+    for got, column in zip(states.T, np.stack(wanted).T, strict=True):
+        assert ks_2samp(got, column).pvalue > 1e-5
+
+
+@tasks
+def test_an_episode_after_an_autoreset_is_like_any_other(name):
+    """The same state placed by hand leads to the same observations and rewards."""
+    envs, other = make(name), gym.make_vec(f"warp/{name}", num_envs=WORLDS)
+    envs.reset(seed=1)
+    envs.steps.copy_(torch.arange(WORLDS) % 2 * 990)
+    for action in actions(envs, 10):
+        obs, *_, infos = envs.step(action)
+    ended = infos["_final_obs"]
+    assert ended.sum() >= WORLDS // 2
+    study.place(other, envs.qpos, envs.qvel)
+    torch.testing.assert_close(obs[ended], other.task.observe(other)[ended], rtol=1e-5, atol=1e-6)
+    (action,) = actions(envs, 1, seed=1)
+    (_, rewards, *_, infos), (_, wanted_rewards, *_, wanted) = envs.step(action), other.step(action)
+    torch.testing.assert_close(rewards[ended], wanted_rewards[ended], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(infos["final_obs"][ended], wanted["final_obs"][ended], rtol=1e-4, atol=1e-4)
+
+
+def test_same_step_autoreset():
+    envs = make("Hopper-v5")
+    assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    envs.reset(seed=1)
+    ends = 0
+    for action in actions(envs, 40):
+        obs, _, terminated, truncated, infos = envs.step(action)
+        final_obs, ended = infos["final_obs"], infos["_final_obs"]
+        assert torch.equal(ended, terminated) and not truncated.any()
+        assert torch.equal(obs[~ended], final_obs[~ended])
+        assert ((final_obs[ended, 0] <= 0.7) | (final_obs[ended, 1].abs() >= 0.2)).all()
+        assert ((obs[ended, 0] - 1.25).abs() <= 5.1e-3).all() and (obs[ended, 1:].abs() <= 5.1e-3).all()
+        assert torch.equal(obs, torch.cat((envs.qpos[:, 1:], envs.qvel.clamp(-10, 10)), 1))
+        ends += ended.sum()
+    assert ends >= WORLDS / 2
+
+
+def test_the_time_limit_truncates():
+    envs = make("Hopper-v5")
+    assert envs.max_episode_steps == envs.spec.max_episode_steps == 1000
+    envs.reset(seed=1)
+    envs.steps[:4] = 998
+    still = torch.zeros(envs.action_space.shape)
+    for limit in (False, True, False):
+        obs, _, terminated, truncated, infos = envs.step(still)
+        assert (truncated[:4] == limit).all()
+        assert not terminated.any() and not truncated[4:].any()
+        assert (obs[:4] != infos["final_obs"][:4]).any() == limit
+    assert envs.steps.tolist() == [1] * 4 + [3] * (WORLDS - 4)
+
+
+def test_seeds():
+    envs = make("Hopper-v5")
+    one, same, other = rollout(envs), rollout(envs), rollout(envs, seed=2)
+    assert one["terminated"].any()
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.isclose(one["first"], other["first"]).all(1).any()
+    assert len(one["first"].unique(dim=0)) == WORLDS
+    assert not torch.equal(envs.reset()[0], envs.reset()[0])
+
+
+def test_worlds_do_not_see_each_other():
+    def fall(envs):
+        envs.qpos[3, 2] = 0.19
+
+    envs = make("Hopper-v5")
+    wanted, got = rollout(envs), rollout(envs, change=fall)
+    others = torch.arange(WORLDS) != 3
+    for name in ("obs", "rewards", "terminated", "final_obs"):
+        assert torch.equal(wanted[name][:, others], got[name][:, others])
+    assert not torch.isclose(wanted["obs"][:, 3], got["obs"][:, 3]).all(1).any()
+
+
+def test_reset_mask():
+    envs = make("Hopper-v5")
+    obs = rollout(envs, 3)["obs"][-1]
+    mask = torch.arange(WORLDS) < 5
+    got, _ = envs.reset(options={"reset_mask": mask})
+    assert torch.equal(got[~mask], obs[~mask])
+    assert ((got[mask, 0] - 1.25).abs() <= 5.1e-3).all()
+    assert (envs.steps == 0).equal(mask)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e20])
+def test_a_world_that_diverges_ends(value):
+    envs = make("Hopper-v5")
+    envs.reset(seed=1)
+    envs.qvel[3, 1] = value
+    still = torch.zeros(envs.action_space.shape)
+    obs, rewards, terminated, _, infos = envs.step(still)
+    assert terminated.nonzero().tolist() == [[3]]
+    assert rewards[3] == 0 and (infos["final_obs"][3] == 0).all()
+    for _ in range(3):
+        assert obs.isfinite().all() and rewards.isfinite().all()
+        obs, rewards, terminated, _, _ = envs.step(still)
+        assert not terminated.any()
+
+
+def test_tensors_are_the_callers():
+    """Whatever has been returned stays as it is."""
+    envs = make("Hopper-v5")
+    obs, _ = envs.reset(seed=1)
+    returned = [obs]
+    copies = [obs.clone()]
+    for action in actions(envs, 20):
+        *tensors, infos = envs.step(action)
+        returned += [*tensors, *infos.values()]
+        copies += [tensor.clone() for tensor in (*tensors, *infos.values())]
+    assert all(map(torch.equal, returned, copies))
+    dtypes = [tensor.dtype for tensor in returned[-6:]]
+    assert dtypes == [torch.float32, torch.float32, torch.bool, torch.bool, torch.float32, torch.bool]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        (
+            "HalfCheetah-v5",
+            {"forward_reward_weight": 2.0, "exclude_current_positions_from_observation": False, "frame_skip": 2},
+        ),
+        (
+            "Ant-v5",
+            {"main_body": "aux_1", "contact_cost_weight": 0.1, "contact_force_range": (-0.5, 0.3)}
+            | {"healthy_z_range": (0.4, 0.7), "include_cfrc_ext_in_observation": False, "healthy_reward": 0.5},
+        ),
+        (
+            "Humanoid-v5",
+            {"contact_cost_weight": 1e-4, "contact_cost_range": (0.1, 0.5), "terminate_when_unhealthy": False}
+            | {"include_cinert_in_observation": False, "include_qfrc_actuator_in_observation": False},
+        ),
+        ("InvertedDoublePendulum-v5", {"healthy_reward": 3.0}),
+    ],
+)
+def test_keyword_arguments_are_gymnasiums(name, kwargs, tmp_path):
+    found = study.differences(name, WORLDS, **comparable(name, tmp_path), **kwargs)
+    first, rewards, _ = TOLERANCES[name]
+    assert np.nanmax(found["obs"][0]) <= first
+    assert np.nanmax(found["rewards"][0]) <= rewards
+    assert not found["terminated"].any()
+
+
+def test_an_unknown_keyword_argument():
+    with pytest.raises(TypeError, match="healthy_x_range"):
+        gym.make_vec("warp/Hopper-v5", num_envs=1, healthy_x_range=(0, 1))
+
+
+def test_one_environment_is_gymnasiums():
+    """Evaluation therefore uses MuJoCo itself."""
+    env = gym.make("environments.mujoco_warp:warp/Hopper-v5")
+    assert type(env.unwrapped) is HopperEnv
+    assert env.spec.max_episode_steps == 1000
+
+
+def test_a_picture_shows_the_first_world(monkeypatch):
+    envs = make("Hopper-v5")
+    envs.reset(seed=1)
+    monkeypatch.setattr(envs.reference, "render", envs.reference.state_vector)
+    (picture,) = envs.render()
+    assert picture.tolist() == torch.cat((envs.qpos[0], envs.qvel[0])).tolist()
