@@ -2,24 +2,30 @@
 
 import copy
 import tempfile
+from pathlib import Path
 
 import conftest
+import numpy as np
 import pytest
 import torch
 from conftest import (
     PLAIN_ON_DEVICE,
     TURBO_ON_DEVICE,
     assert_close_in_norm,
+    assert_same_state,
     clones,
     make_learner,
     networks,
     one_graph_each,
+    scalars,
     stem,
 )
 from emulated_cuda import emulated_cuda
+from formulas import assert_noticed, planted
 from test_ppo import fix_order
 from test_training_on_cuda import check_against_cpu, check_training, no_export
 
+from instruments import __main__ as command
 from leanrl import ppo_continuous_action
 
 PLAIN, TURBO = PLAIN_ON_DEVICE["ppo_gpu"], TURBO_ON_DEVICE["ppo_gpu"]
@@ -244,9 +250,7 @@ def check_learning_rate(script):
         for divergence in divergences:
             learner.adapt_learning_rate(torch.tensor(divergence))
         optimizer = learner.optimizers["agent"]
-        return (
-            optimizer.lr.item() if script is not PLAIN and hasattr(optimizer, "lr") else optimizer.param_groups[0]["lr"]
-        )
+        return optimizer.lr.item() if hasattr(optimizer, "lr") else optimizer.param_groups[0]["lr"]
 
     assert after(0.004) == pytest.approx(1.5e-3)
     assert after(0.006, 0.019) == pytest.approx(1.5e-3)
@@ -400,3 +404,123 @@ def check_counts(script, folder=None, **settings):
 def test_the_host_waits_once_per_iteration():
     total, inner = check_counts(TURBO)
     assert (total["operators"] - inner["operators"] - 6) / 8 == 5
+
+
+def check_captured(script):
+    """A run is the same with and without graphs."""
+    with tempfile.TemporaryDirectory() as folder:
+        check_training(script, Path(folder), runs=[(False, False), (True, True)])
+
+
+# runs
+
+
+@each_script
+def test_a_run_its_continuation_and_its_policy(script, tmp_path, capsys):
+    sizes = conftest.TINY_RUNS["ppo_gpu"] | {"env_id": SHORT.format("Asymmetric"), "num_steps": 10}
+    learners = []
+    keep = lambda run: learners.append(run.learner)  # noqa: E731
+    conftest.train(script, script.Args(**sizes, total_timesteps=60, run_dir=str(tmp_path / "a")), on_start=keep)
+    (first,) = (tmp_path / "a").iterdir()
+    before = torch.load(first / "checkpoint.pt", weights_only=True)
+    args = {"total_timesteps": 100, "run_dir": str(tmp_path / "b"), "resume": str(first)}
+    conftest.train(script, script.Args(**sizes | args), on_start=lambda run: check_restored(run.learner, before))
+    (second,) = (tmp_path / "b").iterdir()
+    after = torch.load(second / "checkpoint.pt", weights_only=True)
+    assert [(each["global_step"], each["learner"]["updates"]) for each in (before, after)] == [(60, 3), (100, 5)]
+    assert after["episodes"] > before["episodes"] > 0
+    assert len(scalars(first, "charts/episodic_return")) == len(before["returns"]) == 3
+
+    policy = torch.export.load(first / "policy.pt2").module()
+    obs = 10 * torch.randn(5, 3)
+    agent = learners[0].agent
+    wanted = agent.actor(agent.normalizer(torch.cat((obs, torch.zeros(5, 4)), -1))[:, :3]).clamp(-2, 2)
+    torch.testing.assert_close(policy(obs), wanted)
+    command.main(["evaluate", str(first), "--episodes", "3"])
+    assert "3 episodes: mean return -" in capsys.readouterr().out
+
+
+def check_restored(learner, checkpoint):
+    for state in (learner.state_dict(), checkpoint["learner"]):
+        assert state["updates"] == 3
+    assert_same_state(
+        {key: learner.state_dict()[key] for key in ("networks", "optimizers")},
+        {key: checkpoint["learner"][key] for key in ("networks", "optimizers")},
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("script", [pytest.param(PLAIN, marks=pytest.mark.finding), TURBO], ids=["plain", "turbo"])
+def test_ppo_balances_a_pendulum(script, tmp_path):
+    """A random policy holds it for about 6 steps, a perfect one for 1000."""
+    sizes = {"total_timesteps": 36_000, "num_envs": 64, "cuda": False}
+    script.train(script.Args(env_id="InvertedPendulum-v5", run_dir=str(tmp_path), **sizes))
+    returns = scalars(next(tmp_path.iterdir()), "charts/episodic_return")
+    assert returns[0] < 20 and np.mean(returns[-5:]) > 200
+
+
+# planted bugs
+
+
+BUGS = [
+    (
+        PLAIN,
+        "the last observation is the next episode's",
+        "torch.where(ended[:, None], final_obs, obs)",
+        "obs",
+        check_modes,
+    ),
+    (PLAIN, "steps that only reset are transitions", "self.valid = ~ended", "self.valid = valid", check_modes),
+    (PLAIN, "all worlds are reset", 'reset(options={"reset_mask": ended})', "reset()", check_modes),
+    (PLAIN, "terminal states have a value", ' * (1 - rollout["terminated"])', "", check_update_is_ppos),
+    (
+        PLAIN,
+        "steps that only reset are learned",
+        "masked_mean(gains, valid)",
+        "gains.mean()",
+        check_steps_that_only_reset,
+    ),
+    (PLAIN, "the critic sees the policy's columns", "-self.critic_dim :", ": self.critic_dim", check_asymmetric),
+    (PLAIN, "the rate has no upper limit", ", 1e-2)", ", 1.0)", check_learning_rate),
+    (PLAIN, "returns go on in the next episode", "self.current.sub_(over)", "pass", check_counter),
+    (TURBO, "advantages go on in the next episode", "gae_lambda * (1 - ended)", "gae_lambda", check_update_is_ppos),
+    (TURBO, "one noise for all steps", "index_select(0, self.t)", "index_select(0, 0 * self.t)", check_turbo),
+    (TURBO, "one row of the rollout", "(self.t + 1) % self.args.num_steps", "self.t", check_turbo),
+    (TURBO, "the rate goes away from its aim", "1.5**direction", "1.5**-direction", check_learning_rate),
+]
+RATE = 'self.optimizers["agent"].lr'
+LATER = [  # on the emulated device
+    (TURBO, "a wait in the loop", "self.updates += 1", "self.updates += 1\n        self.losses()", check_counts),
+    (
+        TURBO,
+        "noise in other memory",
+        "self.noise.normal_()",
+        "self.noise = torch.randn_like(self.noise)",
+        check_captured,
+    ),
+    (
+        TURBO,
+        "the learning rate rebound",
+        f"{RATE}.mul_(1.5**direction).clamp_(1e-5, 1e-2)",
+        f"{RATE} = ({RATE} * 1.5**direction).clamp(1e-5, 1e-2)",
+        check_captured,
+    ),
+    (
+        TURBO,
+        "the step of the rollout kept in Python",
+        "self.t.copy_((self.t + 1) % self.args.num_steps)",
+        "self.at = (getattr(self, 'at', 0) + 1) % self.args.num_steps\n        self.t.fill_(self.at)",
+        check_captured,
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "bug", "old", "new", "check"), planted(BUGS))
+def test_a_planted_bug_is_noticed(script, bug, old, new, check, tmp_path):
+    assert_noticed(script, old, new, check, tmp_path)
+
+
+@pytest.mark.planted
+@pytest.mark.parametrize(("script", "bug", "old", "new", "check"), LATER)
+def test_a_planted_bug_is_noticed_on_the_device(script, bug, old, new, check, tmp_path):
+    assert_noticed(script, old, new, check, tmp_path)
