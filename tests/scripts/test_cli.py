@@ -27,7 +27,6 @@ from conftest import (
 )
 from copies import ROOT
 
-
 ALL_PLAIN, ALL_TURBO = PLAIN | PLAIN_ON_DEVICE, TURBO | TURBO_ON_DEVICE
 
 
