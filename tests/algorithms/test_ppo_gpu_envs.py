@@ -83,6 +83,7 @@ def test_all_autoreset_modes_give_the_same_transitions():
     check_modes(PLAIN)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("env_id", ["phys2d/Pendulum-v0", "InvertedPendulum-v5"])
 def test_environments_of_numpy_and_jax(env_id, tmp_path):
     """As tensors; the first sets no autoreset mode and resets in the step after an end, the second names that mode."""
@@ -348,6 +349,7 @@ def test_turbo_equals_plain(variant):
     print(variant, check_turbo(TURBO, variant=variant))
 
 
+@pytest.mark.thorough
 def test_the_edit_of_the_page(tmp_path):
     """Applied to both scripts, they still agree."""
     lines = re.search(r"```diff\n(.*?)```", PAGE.read_text(), re.S)[1].splitlines()
@@ -534,6 +536,7 @@ LATER = [  # on the emulated device
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("script", "bug", "old", "new", "check"), planted(BUGS))
 def test_a_planted_bug_is_noticed(script, bug, old, new, check, tmp_path):
     assert_noticed(script, old, new, check, tmp_path)
