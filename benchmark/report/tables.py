@@ -234,6 +234,9 @@ def sentence(results):
     text = f"PPO, {steps:,} steps of HalfCheetah-v5 on a {describe(runs[0]['machine'])}{threads}: {' '.join(parts)} "
     over = count_seeds(shown.values())
     text += "One seed." if over == "1 seed" else f"Minutes are medians with their range, returns means, over {over}."
+    fewer = {name: own for name, own in columns.items() if count_seeds([own]) != over}
+    if fewer:
+        text += f" The picture has {count_seeds(fewer.values())} of {' and '.join(fewer)}."
     text += " CleanRL runs HalfCheetah-v4." if "CleanRL" in shown else ""
     return f"{text} {BEFORE}" if editions.is_earlier(runs) else text
 

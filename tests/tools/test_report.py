@@ -355,6 +355,13 @@ def test_a_headline_of_one_seed(results):
     assert "LeanRL takes 10.0 minutes (cold compiler cache) and" in said and said.endswith(" One seed.")
 
 
+def test_a_headline_says_which_peers_have_fewer_seeds(results):
+    add_learning(results, "ppo_continuous_action", compile=2)
+    add_learning(results, "ppo_continuous_action", seeds=(21,), sb3=1)
+    said = tables.sentence(pages.load(pages.ROOT / "results"))
+    assert said.endswith("over 2 seeds. The picture has 1 seed of SB3.")
+
+
 def test_without_like_for_like_there_is_no_headline(results):
     add_learning(results, "ppo_continuous_action", **{"compile+mkl": 1})
     measured = pages.load(pages.ROOT / "results")
