@@ -441,16 +441,17 @@ def train(args):
     learner = FastTD3(args, envs, device)
     with DeviceRun(args, folder, envs, learner) as run:
         obs = envs.reset(args.seed + run.step)
+        learner.anneal(run.step / args.total_timesteps)
         while run.unfinished():
             actions = learner.act(obs)
             obs, *outcome = envs.step(actions)
             learner.store(*outcome)
             run.advance(1)
             if run.step > args.learning_starts * args.num_envs:
-                learner.anneal(run.step / args.total_timesteps)
                 for _ in range(args.updates_per_step):
                     learner.update()
                 if run.step // args.num_envs % LOG_INTERVAL == 0:
+                    learner.anneal(run.step / args.total_timesteps)
                     run.log(learner.losses())
 
 
