@@ -1,0 +1,743 @@
+"""Proximal Policy Optimization (PPO) for simulators on the GPU, plain PyTorch: Schulman et al. 2017, arXiv:1707.06347.
+
+Thousands of environments are stepped as tensors on the device, where rollouts, statistics and updates stay. Defaults
+are those of CleanRL's ppo_continuous_action_isaacgym, except where rsl_rl is named:
+
+1. A truncation bootstraps the value of the last observation (`DeviceEnvs.step`, `PPO.make_batch`).
+2. The step that starts an episode in gymnasium's NEXT_STEP mode counts for nothing (`DeviceEnvs.step`, `masked_mean`).
+3. The critic may see more than the policy (`Agent`).
+4. Observations are scaled by running statistics of all environments (`ObsNormalizer`), as in rsl_rl.
+5. The learning rate follows the KL divergence (`PPO.adapt_learning_rate`), as in rsl_rl.
+6. Returns and lengths of episodes are counted on the device (`EpisodeCounter`).
+
+ppo_gpu_envs_torchcompile.py makes the same updates faster.
+
+    PYTHONPATH=. python leanrl/ppo_gpu_envs.py --env-id environments.mujoco_warp:warp/HalfCheetah-v5
+"""
+
+import copy
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+import zipfile
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.vector import AutoresetMode
+from torch import nn
+from torch.distributions import Normal
+from torch.utils._pytree import tree_leaves
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    env_id: str = "environments.mujoco_warp:warp/HalfCheetah-v5"  # gymnasium environment, as module:id
+    total_timesteps: int = 30_000_000  # total environment steps, summed over all environments
+    num_envs: int = 4096  # number of environments, stepped together
+    num_steps: int = 16  # steps of each environment per rollout
+    learning_rate: float = 1e-3  # initial learning rate
+    desired_kl: float | None = 0.01  # adapt the learning rate to this KL divergence per update (None: constant rate)
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation (GAE)
+    num_minibatches: int = 2  # minibatches per epoch
+    update_epochs: int = 4  # passes over each rollout
+    clip_coef: float = 0.2  # clipping range of the probability ratio (epsilon in the paper)
+    ent_coef: float = 0.0  # coefficient of the entropy bonus
+    vf_coef: float = 2.0  # coefficient of the value loss
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
+    reward_scaler: float = 1.0  # rewards are multiplied by this for learning
+
+    cuda: bool = True  # use a CUDA device if there is one
+    threads: int = 1  # CPU threads for torch (0: torch's default, slower for networks this small)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+
+    exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
+    seed: int = 1  # seed of the environments, NumPy and torch
+    run_dir: str = "runs"  # parent folder of all runs
+    resume: str | None = None  # folder of a run to resume; its flags become the defaults
+    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
+
+
+AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
+AT_MOST_1 = ("gamma", "gae_lambda")
+FIXED = ("env_id",)  # flags that a resumed run cannot change
+
+
+def linear(inputs, outputs, gain=2**0.5):
+    """A linear layer, initialized with orthogonal weights and zero bias."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ObsNormalizer(nn.Module):
+    """Scales observations to mean 0 and variance 1 and clips them to [-10, 10].
+
+    All environments share the statistics, which are float64 (Chan, Golub and LeVeque 1983).
+    """
+
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(width, dtype=torch.float64))
+
+    def forward(self, obs):
+        """Scaled observations; `obs` (batch, ...) may lack the last columns."""
+        mean, variance = self.mean[: obs.shape[-1]], self.variance[: obs.shape[-1]]
+        return ((obs - mean) / (variance + 1e-8).sqrt()).clamp(-10, 10).float()
+
+    def update(self, obs):
+        """Include the observations of all environments (num_envs, width) in the statistics."""
+        obs = obs.double()
+        mean = obs.mean(0)
+        weight = len(obs) / (self.count + len(obs))
+        difference = mean - self.mean
+        variance = (obs - mean).square().mean(0) + (1 - weight) * difference.square()
+        self.variance.lerp_(variance, weight)
+        self.mean.lerp_(mean, weight)
+        self.count.add_(len(obs))
+
+
+class Agent(nn.Module):
+    """A Gaussian policy with a state-independent standard deviation, and a value function.
+
+    A row of observations holds the policy's, followed by the critic's if it has its own. The learner calls `mean` and
+    `value` with normalized rows.
+    """
+
+    def __init__(self, actor_dim, critic_dim, width, action_space):
+        super().__init__()
+        act_dim = action_space.shape[0]
+        self.actor_dim, self.critic_dim = actor_dim, critic_dim
+        self.actor = nn.Sequential(
+            linear(actor_dim, 256),
+            nn.Tanh(),
+            linear(256, 256),
+            nn.Tanh(),
+            linear(256, act_dim, gain=0.01),
+        )
+        self.critic = nn.Sequential(
+            linear(critic_dim, 256),
+            nn.Tanh(),
+            linear(256, 256),
+            nn.Tanh(),
+            linear(256, 1, gain=1.0),
+        )
+        self.log_std = nn.Parameter(torch.zeros(1, act_dim))
+        self.normalizer = ObsNormalizer(width)
+        self.register_buffer("low", torch.tensor(action_space.low, dtype=torch.float32))
+        self.register_buffer("high", torch.tensor(action_space.high, dtype=torch.float32))
+
+    def mean(self, obs):
+        return self.actor(obs[..., : self.actor_dim])
+
+    def value(self, obs):
+        return self.critic(obs[..., -self.critic_dim :]).squeeze(-1)
+
+    def forward(self, obs):
+        """The deterministic policy, exported to policy.pt2: maps raw (batch, actor_dim) to (batch, act_dim)."""
+        return self.actor(self.normalizer(obs)).clamp(self.low, self.high)
+
+
+class PPO:
+    """The learner: network, optimizer and the rollout of an iteration."""
+
+    def __init__(self, args, envs, device):
+        self.args = args
+        self.device = device
+        self.actor_dim = envs.actor_dim
+        act_dim = envs.single_action_space.shape[0]
+        with device:
+            self.agent = Agent(envs.actor_dim, envs.critic_dim, envs.width, envs.single_action_space)
+        self.networks = {"agent": self.agent}
+        self.optimizers = {"agent": torch.optim.Adam(self.agent.parameters(), lr=args.learning_rate, eps=1e-5)}
+        self.episodes = EpisodeCounter(args.num_envs, device)
+        shapes = {"obs": (envs.width,), "next_obs": (envs.width,), "actions": (act_dim,), "log_prob": (), "values": ()}
+        shapes |= {"rewards": (), "terminated": (), "ended": (), "valid": ()}
+        steps = (args.num_steps, args.num_envs)
+        self.rollout = {name: torch.zeros(*steps, *shape, device=device) for name, shape in shapes.items()}
+        self.updates = 0
+        self.last_losses = {}
+
+    @torch.no_grad()
+    def make_batch(self):
+        """The rollout's transitions (num_steps * num_envs, ...) by name, with advantages and returns."""
+        rollout = self.rollout
+
+        # GAE (arXiv:1506.02438, eq. 16)
+        next_values = self.agent.value(rollout["next_obs"]) * (1 - rollout["terminated"])
+        deltas = rollout["rewards"] + self.args.gamma * next_values - rollout["values"]
+        decay = self.args.gamma * self.args.gae_lambda * (1 - rollout["ended"])
+        advantages = torch.zeros_like(deltas)
+        advantage = 0
+        for t in reversed(range(self.args.num_steps)):
+            advantage = deltas[t] + decay[t] * advantage
+            advantages[t] = advantage
+
+        batch = {name: rollout[name] for name in ("obs", "actions", "log_prob", "valid")}
+        batch |= {"advantages": advantages, "returns": advantages + rollout["values"]}
+        return {name: column.flatten(0, 1) for name, column in batch.items()}
+
+    def loss(self, rows):
+        """Policy loss, value loss, entropy, and the log of the probability ratio (batch,) for rows of a batch."""
+        clip = self.args.clip_coef
+        valid = rows["valid"]
+
+        # clipped policy loss (eq. 7)
+        policy = self.gaussian(rows["obs"])
+        log_ratio = policy.log_prob(rows["actions"]).sum(-1) - rows["log_prob"]
+        ratio = log_ratio.exp()
+        std = masked_variance(rows["advantages"], valid).sqrt()
+        advantages = (rows["advantages"] - masked_mean(rows["advantages"], valid)) / (std + 1e-8)
+        gains = torch.min(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip))
+        policy_loss = -masked_mean(gains, valid)
+
+        # value loss
+        errors = (self.agent.value(rows["obs"]) - rows["returns"]).square()
+        value_loss = 0.5 * masked_mean(errors, valid)
+
+        entropy = policy.entropy().sum(-1).mean()
+        return policy_loss, value_loss, entropy, log_ratio
+
+    def gaussian(self, obs):
+        """The distribution of actions."""
+        return Normal(self.agent.mean(obs), self.agent.log_std.exp(), validate_args=False)
+
+    def update_minibatch(self, rows):
+        """One step of Adam on rows of a batch."""
+        policy_loss, value_loss, entropy, log_ratio = self.loss(rows)
+        loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
+        ratio = log_ratio.detach().exp()
+        clipped = ((ratio - 1).abs() > self.args.clip_coef).float()
+        approx_kl = masked_mean(
+            ratio - 1 - log_ratio.detach(), rows["valid"]
+        )  # http://joschu.net/blog/kl-approx.html, k3
+        self.adapt_learning_rate(approx_kl)
+        self.optimizers["agent"].zero_grad()
+        loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm)
+        self.optimizers["agent"].step()
+        self.last_losses = {
+            "policy_loss": policy_loss.detach(),
+            "value_loss": value_loss.detach(),
+            "entropy": entropy.detach(),
+            "approx_kl": approx_kl,
+            "clipfrac": masked_mean(clipped, rows["valid"]),
+            "grad_norm": grad_norm,
+        }
+
+    def adapt_learning_rate(self, kl):
+        """Keep the KL divergence of a minibatch between half and twice --desired-kl, as rsl_rl does."""
+        group = self.optimizers["agent"].param_groups[0]
+        if self.args.desired_kl is None:
+            group["lr"] = self.args.learning_rate
+        elif kl > 2 * self.args.desired_kl:
+            group["lr"] = max(group["lr"] / 1.5, 1e-5)
+        elif kl < self.args.desired_kl / 2:
+            group["lr"] = min(group["lr"] * 1.5, 1e-2)
+
+    def update(self):
+        """Run all epochs over the rollout, each in minibatches drawn without replacement."""
+        batch = self.make_batch()
+        for _ in range(self.args.update_epochs):
+            order = torch.randperm(len(batch["obs"]), device=self.device)
+            for rows in order.chunk(self.args.num_minibatches):
+                self.update_minibatch({name: column[rows] for name, column in batch.items()})
+        errors = masked_variance(batch["advantages"], batch["valid"])  # returns minus values
+        self.last_losses["explained_variance"] = 1 - errors / masked_variance(batch["returns"], batch["valid"])
+        self.last_losses["learning_rate"] = torch.tensor(self.optimizers["agent"].param_groups[0]["lr"])
+        self.last_losses |= self.episodes.read()
+        self.updates += 1
+
+    @torch.no_grad()
+    def observe(self, obs):
+        """Update the statistics with observations (num_envs, width); return these normalized."""
+        self.agent.normalizer.update(obs)
+        return self.agent.normalizer(obs)
+
+    @torch.no_grad()
+    def act(self, t, obs):
+        """Sampled actions (num_envs, act_dim) for step `t` of the rollout and normalized `obs` (num_envs, width)."""
+        policy = self.gaussian(obs)
+        actions = policy.sample()
+        log_prob = policy.log_prob(actions).sum(-1)
+        self.store(t, obs=obs, actions=actions, log_prob=log_prob, values=self.agent.value(obs))
+        return actions.clamp(self.agent.low, self.agent.high)
+
+    def record(self, t, obs, next_obs, rewards, terminated, ended, valid):
+        """Store the outcome of step `t`, as returned by `DeviceEnvs.step`; returns `obs` normalized."""
+        self.episodes.count(rewards, ended, valid)
+        obs = self.observe(obs)
+        outcome = {"next_obs": self.agent.normalizer(next_obs), "rewards": self.args.reward_scaler * rewards}
+        self.store(t, **outcome, terminated=terminated, ended=ended, valid=valid)
+        return obs
+
+    def store(self, t, **columns):
+        """Write columns (num_envs, ...) to step `t` of the rollout."""
+        for name, column in columns.items():
+            self.rollout[name][t] = column
+
+    def losses(self):
+        """Losses of the last minibatch, and statistics of the iteration, by name."""
+        return {name: value.item() for name, value in self.last_losses.items()}
+
+    def policy(self):
+        """A copy of the deterministic policy on the CPU, and example inputs."""
+        return copy.deepcopy(self.agent).cpu().eval(), (torch.zeros(2, self.actor_dim),)
+
+    def state_dict(self):
+        """All state needed to resume; tensors may be on the device."""
+        return {
+            "networks": {name: network.state_dict() for name, network in self.networks.items()},
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "updates": self.updates,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": [torch.cuda.get_rng_state()] if self.device.type == "cuda" else [],
+        }
+
+    def load_state_dict(self, state):
+        """Restore a `state_dict`."""
+        for name, network in self.networks.items():
+            network.load_state_dict(state["networks"][name])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
+        self.updates = state["updates"]
+        torch.set_rng_state(state["rng"])
+        torch.cuda.set_rng_state_all(state["cuda_rng"])
+
+
+class EpisodeCounter:
+    """Counts returns and lengths of episodes on the device."""
+
+    def __init__(self, num_envs, device):
+        self.current = torch.zeros(num_envs, 2, device=device)  # return and length of the episodes in progress
+        self.totals = torch.zeros(3, device=device)  # number, returns and lengths of those that ended since `read`
+
+    def count(self, rewards, ended, valid):
+        """Count a step; arguments are (num_envs,), and steps where `valid` is 0 do not count."""
+        self.current.add_(torch.stack((rewards * valid, valid), -1))
+        over = self.current * ended[:, None]
+        self.totals.add_(torch.cat((ended.sum(0, keepdim=True), over.sum(0))))
+        self.current.sub_(over)
+
+    def read(self):
+        """The number of episodes that ended since the last call, and their mean return and length, by name."""
+        number, returns, lengths = self.totals.clone()
+        self.totals.zero_()
+        at_least_1 = number.clamp(min=1)
+        return {"episodes": number, "episodic_return": returns / at_least_1, "episodic_length": lengths / at_least_1}
+
+
+def masked_mean(values, valid):
+    """The mean of `values` (batch,) where `valid` (batch,) is 1; 0 if it is 1 nowhere."""
+    return (values * valid).sum() / valid.sum().clamp(min=1)
+
+
+def masked_variance(values, valid):
+    """The unbiased variance of `values` (batch,) where `valid` is 1; 0 if there are fewer than two of these."""
+    squares = (values - masked_mean(values, valid)).square()
+    return (squares * valid).sum() / (valid.sum() - 1).clamp(min=1)
+
+
+def train(args):
+    """Train an agent."""
+    device, folder = prepare(args)
+    check_batch_size(args)
+    envs = make_device_envs(args, device)
+    learner = PPO(args, envs, device)
+    with DeviceRun(args, folder, envs, learner) as run:
+        obs = learner.observe(envs.reset(args.seed + run.step))
+        while run.unfinished():
+            for t in range(args.num_steps):
+                actions = learner.act(t, obs)
+                obs = learner.record(t, *envs.step(actions))
+            learner.update()
+            run.advance(args.num_steps)
+            run.log(learner.losses())
+
+
+def check_batch_size(args):
+    """Refuse a batch that cannot be divided evenly into minibatches."""
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches:
+        refuse("num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch_size}")
+
+
+class DeviceEnvs(gym.vector.VectorWrapper):
+    """Environments that take and return tensors on one device. Hides their autoreset mode.
+
+    A row of observations holds the policy's, followed by the critic's if it has its own.
+    """
+
+    def __init__(self, envs, names):
+        super().__init__(envs)
+        self.names = names  # of the observations, None if they are no dictionary
+        self.mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)  # gymnasium's default
+        space = envs.single_observation_space
+        dims = [space[name].shape[0] for name in names] if names else space.shape
+        self.actor_dim, self.critic_dim, self.width = dims[0], dims[-1], sum(dims)
+
+    def rows(self, obs):
+        """Observations as a tensor (num_envs, width), copied: an environment may reuse its memory."""
+        return torch.cat([obs[name] for name in self.names] if self.names else [obs], -1).float()
+
+    def reset(self, seed):
+        """Start all episodes; returns observations."""
+        obs, _ = self.env.reset(seed=seed)
+        self.obs = self.rows(obs)
+        self.valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.obs.device)
+        return self.obs
+
+    def step(self, actions):
+        """Returns `obs` to act on, and columns of transitions: next_obs, rewards, terminated, ended, valid.
+
+        Where an episode ends, next_obs is its last observation, and obs the first of the next episode. The value of
+        next_obs is bootstrapped at a truncation. Where `valid` is false, there is no transition.
+        """
+        obs, rewards, terminated, truncated, infos = self.env.step(actions)
+        next_obs = obs = self.rows(obs)
+        ended = terminated | truncated
+        valid = self.valid
+        if self.mode == AutoresetMode.SAME_STEP:
+            # without `final_obs`, the observation before the step is the last one known
+            final_obs = self.rows(infos["final_obs"]) if "final_obs" in infos else self.obs
+            next_obs = torch.where(ended[:, None], final_obs, obs)
+        elif self.mode == AutoresetMode.NEXT_STEP:
+            self.valid = ~ended  # the next step only resets
+        else:
+            obs, _ = self.env.reset(options={"reset_mask": ended})
+            obs = self.rows(obs)
+        self.obs = obs
+        return obs, next_obs, rewards.float(), terminated, ended, valid
+
+
+def make_device_envs(args, device):
+    """Make `num_envs` environments. Those of NumPy and JAX arrays are converted."""
+    try:
+        envs = gym.make_vec(args.env_id, num_envs=args.num_envs)
+        obs, _ = envs.reset(seed=args.seed)
+        example = tree_leaves(obs)[0]
+        if isinstance(example, np.ndarray):
+            envs = gym.wrappers.vector.NumpyToTorch(envs, device)
+        elif not torch.is_tensor(example):
+            envs = gym.wrappers.vector.JaxToTorch(envs, device)
+        elif example.device.type != device.type:
+            refuse("cuda", args.cuda, f"{args.env_id} is on {example.device}, the learner would be on {device}")
+    except (gym.error.Error, ImportError) as error:
+        refuse("env_id", args.env_id, error)
+    space = envs.single_observation_space
+    names = [name for name in ("policy", "critic") if name in obs] if isinstance(obs, dict) else None
+    spaces = [space[name] for name in names] if names else [space]
+    if not all(isinstance(space, gym.spaces.Box) and len(space.shape) == 1 for space in spaces) or names == ["critic"]:
+        refuse("env_id", args.env_id, f"observations must be vectors or a dictionary with policy, not {space}")
+    actions = envs.single_action_space
+    if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
+        refuse("env_id", args.env_id, f"actions must be vectors of floats, not {actions}")
+    return DeviceEnvs(envs, names)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def parse_args():
+    """Parse the command line. With --resume, the checkpoint's flags are the defaults."""
+    args = tyro.cli(Args, description=__doc__)
+    if args.resume is not None:
+        saved = load_checkpoint(args.resume).get("args", {})
+        defaults = {name: value for name, value in saved.items() if name in vars(args)}
+        args = tyro.cli(Args, default=Args(**defaults), description=__doc__)
+    return args
+
+
+def refuse(name, value, remedy):
+    """Exit with code 2 and one line that names the argument, its value and the remedy."""
+    remedy = " ".join(str(remedy).split())
+    print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def prepare(args):
+    """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
+    for name, value in vars(args).items():
+        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            refuse(name, value, f"give a number from {low} to {high}")
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    if args.threads > os.cpu_count():
+        refuse("threads", args.threads, f"this machine has {os.cpu_count()} cores")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    return device, Path(args.run_dir).absolute() / name.replace("/", "_").replace(":", "_")
+
+
+def load_checkpoint(resume):
+    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
+    path = Path(resume)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
+    try:
+        if zipfile.ZipFile(path).testzip() is not None:
+            raise ValueError("its checksum is wrong")  # torch.load does not check it
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+    except Exception as error:
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
+
+
+def all_finite(state):
+    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
+    return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
+
+
+def replace_file(path, write):
+    """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise SystemExit(f"error: could not write {path}: is the disk full? ({error})") from error
+
+
+class ProgressBar(tqdm):
+    """A progress bar that tolerates a closed stderr."""
+
+    def display(self, *args, **kwargs):
+        with suppress(OSError):
+            super().display(*args, **kwargs)
+
+
+class Run:
+    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
+
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
+    they are after an error.
+    """
+
+    def __init__(self, args, folder, envs, learner):
+        self.args = args
+        self.folder = folder
+        self.envs = envs
+        self.learner = learner
+        self.step = 0
+        self.episodes = 0
+        self.recent_returns = deque(maxlen=20)
+        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
+        self.lengths = np.zeros(args.num_envs, int)
+        self.signal = None
+        self.diverged = False
+        self.pid = os.getpid()
+        if args.resume is not None:
+            self.restore(load_checkpoint(args.resume))
+        self.log_step = self.saved_step = self.step
+        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
+        self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
+        self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
+        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        try:
+            self.make_folder()
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
+        if args.track:
+            import wandb
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+        self.writer = SummaryWriter(folder)
+        size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
+        self.start_time = self.log_time = time.perf_counter()
+
+    def make_folder(self):
+        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
+        if not (self.folder / "config.json").exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
+            shutil.copy(__file__, self.folder)
+
+    def restore(self, checkpoint):
+        """Restore the run from a checkpoint."""
+        try:
+            for name in FIXED:
+                if getattr(self.args, name) != checkpoint["args"][name]:
+                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
+            if not all_finite(checkpoint["learner"]):
+                raise ValueError("it holds NaN or inf")
+            self.learner.load_state_dict(checkpoint["learner"])
+            self.step = checkpoint["global_step"]
+            self.episodes = checkpoint["episodes"]
+            self.recent_returns.extend(checkpoint["returns"])
+        except Exception as error:
+            refuse("resume", self.args.resume, f"this checkpoint does not fit the script: {error!r}")
+        if self.step >= self.args.total_timesteps:
+            refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
+
+    def __enter__(self):
+        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
+        return self
+
+    def on_signal(self, number, frame):
+        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
+        if os.getpid() != self.pid:
+            os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
+        if self.signal is None:
+            self.signal = number
+            self.signal_time = time.perf_counter()
+        elif time.perf_counter() > self.signal_time + 1:
+            raise KeyboardInterrupt
+
+    def unfinished(self):
+        """Whether to continue. Saves a checkpoint first if one is due."""
+        if self.step >= self.args.total_timesteps or self.signal is not None:
+            return False  # `__exit__` saves the last checkpoint
+        interval = self.args.checkpoint_interval
+        if interval and self.step // interval > self.saved_step // interval:
+            self.save()
+        return True
+
+    def advance(self, rewards, ended):
+        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
+        self.step += self.args.num_envs
+        self.returns += rewards
+        self.lengths += 1
+        for i in ended.nonzero()[0]:
+            self.make_folder()
+            self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
+            self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
+            self.recent_returns.append(float(self.returns[i]))
+            self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
+            self.episodes += 1
+            self.returns[i] = self.lengths[i] = 0
+        self.bar.update(self.args.num_envs)
+
+    def log(self, losses):
+        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
+        self.make_folder()
+        now = time.perf_counter()
+        self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
+        self.log_step = self.step
+        self.log_time = now
+        for name, value in losses.items():
+            self.writer.add_scalar(f"losses/{name}", value, self.step)
+            if "loss" in name and not math.isfinite(value):
+                self.end_at_nan(f"{name} is {value}")
+
+    def end_at_nan(self, what):
+        """End the run with exit code 1. The last checkpoint, if there is one, is kept."""
+        self.diverged = True
+        causes = "NaN in observations or rewards, or too high a learning rate"
+        raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
+
+    def save(self):
+        """Write checkpoint.pt and policy.pt2."""
+        state = self.learner.state_dict()
+        if not all_finite(state):
+            self.end_at_nan("the checkpoint would hold NaN or inf")
+        self.make_folder()
+        checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
+        checkpoint |= {"returns": list(self.recent_returns), "learner": state}
+        replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+        self.saved_step = self.step
+        policy, inputs = self.learner.policy()
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
+        replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
+
+    def close(self):
+        """Write summary.json; close environments and logs."""
+        results = {"global_step": self.step, "episodes": self.episodes}
+        results["wall_seconds"] = time.perf_counter() - self.start_time
+        finite = [value for value in self.recent_returns if math.isfinite(value)]
+        results["episodic_return"] = float(np.mean(finite)) if finite else None
+        summary = json.dumps(self.config | results, indent=2)
+        with suppress(OSError):  # stderr may be closed
+            self.bar.close()
+        with suppress(Exception):  # an environment that fails to close must not fail the run
+            self.envs.close()
+        self.make_folder()
+        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
+        self.writer.close()
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if not self.diverged and kind is not KeyboardInterrupt:  # a second Ctrl-C
+                self.save()
+        finally:
+            self.close()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
+            raise SystemExit(128 + self.signal)
+        if kind is SystemExit and not self.diverged:
+            raise SystemExit(f"error: step {self.step}: the environment ended the program with sys.exit({error.code})")
+
+
+class DeviceRun(Run):
+    """A run whose episodes are counted on the device and logged as means, with the losses."""
+
+    def advance(self, steps):
+        """Count `steps` steps of all environments."""
+        self.step += steps * self.args.num_envs
+        self.bar.update(steps * self.args.num_envs)
+
+    def log(self, losses):
+        """Log losses, and the episodes that ended since the last log (`EpisodeCounter.read`)."""
+        losses = dict(losses)
+        episodes, mean_return, length = (
+            losses.pop(name) for name in ("episodes", "episodic_return", "episodic_length")
+        )
+        if episodes:
+            self.make_folder()
+            self.writer.add_scalar("charts/episodic_return", mean_return, self.step)
+            self.writer.add_scalar("charts/episodic_length", length, self.step)
+            self.recent_returns.append(mean_return)
+            self.bar.set_postfix({"return": f"{mean_return:.1f}"}, refresh=False)
+            self.episodes += int(episodes)
+        super().log(losses)
+
+
+if __name__ == "__main__":
+    train(parse_args())
+
+# `uv run` reads and installs these requirements (PEP 723).
+# /// script
+# requires-python = ">=3.11,<3.15"
+# dependencies = [
+#     "torch>=2.11,<2.16", "gymnasium>=1.1,<2", "numpy>=1.26,<3", "tyro>=1.0,<2", "tqdm>=4.66",
+#     "tensorboard>=2.18", "wandb>=0.20", "array-api-compat>=1.11",
+# ]
+# ///
