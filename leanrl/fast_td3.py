@@ -117,21 +117,6 @@ class Critic(nn.Module):
         return self.net(torch.cat((obs, actions), -1)).float()
 
 
-class Actor(nn.Module):
-    """A deterministic policy: maps normalized observations (batch, actor_dim) to actions in [-1, 1]."""
-
-    def __init__(self, actor_dim, act_dim, hidden_dim, init_scale):
-        super().__init__()
-        layers, width = hidden_layers(actor_dim, hidden_dim)
-        last = nn.Linear(width, act_dim)
-        nn.init.normal_(last.weight, 0, init_scale)
-        nn.init.zeros_(last.bias)
-        self.net = nn.Sequential(*layers, last)
-
-    def forward(self, obs):
-        return self.net(obs).float().tanh()
-
-
 class ObsNormalizer(nn.Module):
     """Scales observations to mean 0 and variance 1 and clips them to [-10, 10].
 
@@ -161,22 +146,31 @@ class ObsNormalizer(nn.Module):
         self.count.add_(len(obs))
 
 
-class Policy(nn.Module):
-    """The deterministic policy in the environment's units, from observations (batch, actor_dim) to actions."""
+class Actor(nn.Module):
+    """A deterministic policy. The learner calls `squashed` with normalized observations."""
 
-    def __init__(self, normalizer, actor, low, high):
+    def __init__(self, actor_dim, width, low, high, hidden_dim, init_scale):
         super().__init__()
-        self.normalizer = normalizer
-        self.actor = actor
+        layers, last_width = hidden_layers(actor_dim, hidden_dim)
+        last = nn.Linear(last_width, len(low))
+        nn.init.normal_(last.weight, 0, init_scale)
+        nn.init.zeros_(last.bias)
+        self.net = nn.Sequential(*layers, last)
+        self.normalizer = ObsNormalizer(width)
         self.register_buffer("scale", (high - low) / 2)
         self.register_buffer("bias", (high + low) / 2)
 
-    def forward(self, obs):
-        return self.in_units(self.actor(self.normalizer(obs)))
+    def squashed(self, obs):
+        """Actions in [-1, 1]; `obs` (batch, ...) may have more columns than the policy's."""
+        return self.net(obs[:, : self.net[0].in_features]).float().tanh()
 
     def in_units(self, actions):
-        """Scale actions from [-1, 1] to the environment's bounds."""
+        """Scale actions from [-1, 1] to the bounds of the action space."""
         return actions * self.scale + self.bias
+
+    def forward(self, obs):
+        """The policy exported to policy.pt2: maps raw (batch, actor_dim) to actions in the environment's units."""
+        return self.in_units(self.squashed(self.normalizer(obs)))
 
 
 class FastTD3:
@@ -187,19 +181,16 @@ class FastTD3:
         self.device = device
         self.actor_dim, self.critic_dim = envs.actor_dim, envs.critic_dim
         self.act_dim = act_dim = envs.single_action_space.shape[0]
-        low, high = action_bounds(args, envs)
+        low, high = (bound.to(device) for bound in action_bounds(args, envs))
         with device:
-            self.actor = Actor(self.actor_dim, act_dim, args.actor_hidden_dim, args.init_scale)
+            self.actor = Actor(self.actor_dim, envs.width, low, high, args.actor_hidden_dim, args.init_scale)
             sizes = (self.critic_dim, act_dim, args.num_atoms, args.critic_hidden_dim)
             self.critics = nn.ModuleList([Critic(*sizes) for _ in range(NUM_CRITICS)])
-            self.normalizer = ObsNormalizer(envs.width)
-            self.policy_in_units = Policy(self.normalizer, self.actor, low, high).to(device)
         self.target_critics = copy.deepcopy(self.critics)
         self.networks = {
             "actor": self.actor,
             "critics": self.critics,
             "target_critics": self.target_critics,
-            "normalizer": self.normalizer,
         }
         decay = {"weight_decay": args.weight_decay}
         self.optimizers = {
@@ -227,12 +218,12 @@ class FastTD3:
     @torch.no_grad()
     def act(self, obs):
         """Actions with exploration noise, in the environment's units, for `obs` (num_envs, width)."""
-        self.normalizer.update(obs)
+        self.actor.normalizer.update(obs)
         with self.autocast():
-            actions = self.actor(self.normalizer(obs[:, : self.actor_dim]))
+            actions = self.actor.squashed(self.actor.normalizer(obs))
         noise = self.stds * torch.randn_like(actions)
         self.obs, self.actions = obs, (actions + noise).clamp(-1, 1)
-        return self.policy_in_units.in_units(self.actions)
+        return self.actor.in_units(self.actions)
 
     def store(self, next_obs, rewards, terminated, ended, valid):
         """Store the outcome of the last actions, as returned by `DeviceEnvs.step`."""
@@ -245,20 +236,20 @@ class FastTD3:
         """Update the critics and their targets, and when it is its turn, the actor."""
         per_env = max(self.args.batch_size // self.args.num_envs, 1)
         batch = self.replay.sample(per_env, self.args.num_steps, self.args.gamma)
-        obs, next_obs = self.split(batch["obs"]), self.split(batch["next_obs"])
+        obs, next_obs = self.actor.normalizer(batch["obs"]), self.actor.normalizer(batch["next_obs"])
 
         # critic loss: cross-entropy to the projected target distribution
         with torch.no_grad(), self.autocast():
             noise = self.args.policy_noise * torch.randn_like(batch["actions"])
             noise = noise.clamp(-self.args.noise_clip, self.args.noise_clip)
-            next_actions = (self.actor(next_obs["policy"]) + noise).clamp(-1, 1)  # target policy smoothing
-            next_logits = [critic(next_obs["critic"], next_actions) for critic in self.target_critics]
+            next_actions = (self.actor.squashed(next_obs) + noise).clamp(-1, 1)  # target policy smoothing
+            next_logits = self.logits(self.target_critics, next_obs, next_actions)
         returns = batch["rewards"][:, None] + batch["discounts"][:, None] * self.atoms
         targets = torch.stack([self.project(logits.softmax(-1), returns) for logits in next_logits])
         smaller = self.mean(targets).argmin(0)  # clipped double Q-learning
         target = targets[smaller, torch.arange(len(smaller), device=self.device)]
         with self.autocast():
-            logits = torch.stack([critic(obs["critic"], batch["actions"]) for critic in self.critics])
+            logits = self.logits(self.critics, obs, batch["actions"])
         cross_entropy = -(target * logits.log_softmax(-1)).sum(-1)  # (NUM_CRITICS, batch)
         qf_loss = masked_mean(cross_entropy.sum(0), batch["valid"])
         self.optimizers["critics"].zero_grad()
@@ -272,10 +263,9 @@ class FastTD3:
         if self.updates % self.args.policy_frequency == 0:
             self.update_actor(obs, batch["valid"])
 
-    def split(self, obs):
-        """What the policy and the critics see of observations, normalized."""
-        obs = self.normalizer(obs)
-        return {"policy": obs[:, : self.actor_dim], "critic": obs[:, -self.critic_dim :]}
+    def logits(self, critics, obs, actions):
+        """The distributions of both critics, as logits (NUM_CRITICS, batch, num_atoms)."""
+        return torch.stack([critic(obs[:, -self.critic_dim :], actions) for critic in critics])
 
     def mean(self, probabilities):
         """The mean return of distributions (..., num_atoms)."""
@@ -295,8 +285,7 @@ class FastTD3:
         """Update the actor."""
         # actor loss: the smaller mean of both critics
         with self.autocast():
-            actions = self.actor(obs["policy"])
-            logits = torch.stack([critic(obs["critic"], actions) for critic in self.critics])
+            logits = self.logits(self.critics, obs, self.actor.squashed(obs))
         actor_loss = -masked_mean(self.mean(logits.softmax(-1)).amin(0), valid)
         self.optimizers["actor"].zero_grad()
         actor_loss.backward()
@@ -321,7 +310,7 @@ class FastTD3:
 
     def policy(self):
         """A copy of the deterministic policy on the CPU, and example inputs."""
-        return copy.deepcopy(self.policy_in_units).cpu().eval(), (torch.zeros(2, self.actor_dim),)
+        return copy.deepcopy(self.actor).cpu().eval(), (torch.zeros(2, self.actor_dim),)
 
     def state_dict(self):
         """All state needed to resume; tensors may be on the device."""

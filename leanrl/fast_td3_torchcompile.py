@@ -124,21 +124,6 @@ class Critic(nn.Module):
         return self.net(torch.cat((obs, actions), -1)).float()
 
 
-class Actor(nn.Module):
-    """A deterministic policy: maps normalized observations (batch, actor_dim) to actions in [-1, 1]."""
-
-    def __init__(self, actor_dim, act_dim, hidden_dim, init_scale):
-        super().__init__()
-        layers, width = hidden_layers(actor_dim, hidden_dim)
-        last = nn.Linear(width, act_dim)
-        nn.init.normal_(last.weight, 0, init_scale)
-        nn.init.zeros_(last.bias)
-        self.net = nn.Sequential(*layers, last)
-
-    def forward(self, obs):
-        return self.net(obs).float().tanh()
-
-
 class ObsNormalizer(nn.Module):
     """Scales observations to mean 0 and variance 1 and clips them to [-10, 10].
 
@@ -168,22 +153,31 @@ class ObsNormalizer(nn.Module):
         self.count.add_(len(obs))
 
 
-class Policy(nn.Module):
-    """The deterministic policy in the environment's units, from observations (batch, actor_dim) to actions."""
+class Actor(nn.Module):
+    """A deterministic policy. The learner calls `squashed` with normalized observations."""
 
-    def __init__(self, normalizer, actor, low, high):
+    def __init__(self, actor_dim, width, low, high, hidden_dim, init_scale):
         super().__init__()
-        self.normalizer = normalizer
-        self.actor = actor
+        layers, last_width = hidden_layers(actor_dim, hidden_dim)
+        last = nn.Linear(last_width, len(low))
+        nn.init.normal_(last.weight, 0, init_scale)
+        nn.init.zeros_(last.bias)
+        self.net = nn.Sequential(*layers, last)
+        self.normalizer = ObsNormalizer(width)
         self.register_buffer("scale", (high - low) / 2)
         self.register_buffer("bias", (high + low) / 2)
 
-    def forward(self, obs):
-        return self.in_units(self.actor(self.normalizer(obs)))
+    def squashed(self, obs):
+        """Actions in [-1, 1]; `obs` (batch, ...) may have more columns than the policy's."""
+        return self.net(obs[:, : self.net[0].in_features]).float().tanh()
 
     def in_units(self, actions):
-        """Scale actions from [-1, 1] to the environment's bounds."""
+        """Scale actions from [-1, 1] to the bounds of the action space."""
         return actions * self.scale + self.bias
+
+    def forward(self, obs):
+        """The policy exported to policy.pt2: maps raw (batch, actor_dim) to actions in the environment's units."""
+        return self.in_units(self.squashed(self.normalizer(obs)))
 
 
 class FastTD3:
@@ -194,13 +188,11 @@ class FastTD3:
         self.device = device
         self.actor_dim, self.critic_dim = envs.actor_dim, envs.critic_dim
         act_dim = envs.single_action_space.shape[0]
-        low, high = action_bounds(args, envs)
+        low, high = (bound.to(device) for bound in action_bounds(args, envs))
         with device:
-            self.actor = Actor(self.actor_dim, act_dim, args.actor_hidden_dim, args.init_scale)
+            self.actor = Actor(self.actor_dim, envs.width, low, high, args.actor_hidden_dim, args.init_scale)
             sizes = (self.critic_dim, act_dim, args.num_atoms, args.critic_hidden_dim)
             critics = [Critic(*sizes) for _ in range(NUM_CRITICS)]
-            self.normalizer = ObsNormalizer(envs.width)
-            self.policy_in_units = Policy(self.normalizer, self.actor, low, high).to(device)
         self.critic = critics[0]  # for its `forward` only; the weights that learn are in `self.critics`
         self.critics, _ = stack_module_state(critics)  # parameters by name, (NUM_CRITICS, ...)
         self.target_critics = {name: weights.detach().clone() for name, weights in self.critics.items()}
@@ -247,11 +239,11 @@ class FastTD3:
     @torch.no_grad()
     def compute_actions(self):
         """Compute actions with exploration noise for `obs`."""
-        self.normalizer.update(self.obs)
+        self.actor.normalizer.update(self.obs)
         with self.autocast():
-            actions = self.actor(self.normalizer(self.obs[:, : self.actor_dim]))
+            actions = self.actor.squashed(self.actor.normalizer(self.obs))
         self.actions.copy_((actions + self.stds * self.acting_noise).clamp(-1, 1))
-        self.actions_in_units.copy_(self.policy_in_units.in_units(self.actions))
+        self.actions_in_units.copy_(self.actor.in_units(self.actions))
 
     def choose_actions(self):
         """Draw noise and compute actions: one CUDA graph."""
@@ -275,14 +267,14 @@ class FastTD3:
     def update_critics(self):
         """Sample a batch, update the critics, and move the target critics toward them."""
         batch = self.replay.sample(self.uniform, self.args.num_steps, self.args.gamma)
-        obs, next_obs = self.normalizer(batch["obs"]), self.normalizer(batch["next_obs"])
+        obs, next_obs = self.actor.normalizer(batch["obs"]), self.actor.normalizer(batch["next_obs"])
         self.batch_obs.copy_(obs)
         self.batch_valid.copy_(batch["valid"])
 
         # critic loss: cross-entropy to the projected target distribution
         with torch.no_grad(), self.autocast():
             noise = (self.args.policy_noise * self.noise).clamp(-self.args.noise_clip, self.args.noise_clip)
-            next_actions = (self.actor(next_obs[:, : self.actor_dim]) + noise).clamp(-1, 1)  # target policy smoothing
+            next_actions = (self.actor.squashed(next_obs) + noise).clamp(-1, 1)  # target policy smoothing
             next_logits = self.logits(self.target_critics, next_obs, next_actions)
         with torch.no_grad():
             target = self.target(next_logits.softmax(-1), batch["rewards"], batch["discounts"])
@@ -327,8 +319,7 @@ class FastTD3:
         # actor loss: the smaller mean of both critics
         critics = {name: weights.detach() for name, weights in self.critics.items()}
         with self.autocast():
-            actions = self.actor(self.batch_obs[:, : self.actor_dim])
-            logits = self.logits(critics, self.batch_obs, actions)
+            logits = self.logits(critics, self.batch_obs, self.actor.squashed(self.batch_obs))
         actor_loss = -masked_mean(self.mean(logits.softmax(-1)).amin(0), self.batch_valid)
         self.log(actor_loss=actor_loss)
         self.optimizers["actor"].step(actor_loss)
@@ -404,7 +395,7 @@ class FastTD3:
 
     def policy(self):
         """A copy of the deterministic policy on the CPU, and example inputs."""
-        return copy.deepcopy(self.policy_in_units).cpu().eval(), (torch.zeros(2, self.actor_dim),)
+        return copy.deepcopy(self.actor).cpu().eval(), (torch.zeros(2, self.actor_dim),)
 
     def tensors(self):
         """All tensors that updates change, except the replay buffer. Tensors missing here are not saved."""
@@ -412,7 +403,6 @@ class FastTD3:
             "actor": self.actor.state_dict(),
             "critics": self.critics,
             "target_critics": self.target_critics,
-            "normalizer": self.normalizer.state_dict(),
         }
         optimizers = {name: optimizer.tensors() for name, optimizer in self.optimizers.items()}
         return {"networks": networks, "optimizers": optimizers, "stds": self.stds}

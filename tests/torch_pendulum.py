@@ -85,11 +85,13 @@ class TorchPendulum(gym.vector.VectorEnv):
 
 
 VARIANTS = {
-    "TorchPendulum-v0": {},
-    "TorchPendulumAsymmetric-v0": {"asymmetric": True},
-    "TorchPendulumNextStep-v0": {"mode": "NEXT_STEP"},
-    "TorchPendulumDisabled-v0": {"mode": "DISABLED"},
-    "TorchPendulumWithoutFinal-v0": {"gives_final": False},
+    "": {},
+    "Asymmetric": {"asymmetric": True},
+    "NextStep": {"mode": "NEXT_STEP"},
+    "Disabled": {"mode": "DISABLED"},
+    "WithoutFinal": {"gives_final": False},
 }
 for name, kwargs in VARIANTS.items():
-    gym.register(name, vector_entry_point=TorchPendulum, kwargs=kwargs)
+    gym.register(f"TorchPendulum{name}-v0", vector_entry_point=TorchPendulum, kwargs=kwargs)
+    # most episodes terminate before they would be truncated
+    gym.register(f"Short{name}-v0", vector_entry_point=TorchPendulum, kwargs=kwargs | {"length": 7, "max_speed": 3.0})
