@@ -1,5 +1,6 @@
 """Whole episodes in one environment, for evaluation, videos and the random baseline."""
 
+import importlib
 import warnings
 from dataclasses import dataclass
 
@@ -77,6 +78,11 @@ def make_env(env_id, seed, render_mode=None):
     """Make one environment for whole episodes. Composite observations are flattened to vectors."""
     if is_atari(env_id):
         return AtariGame(env_id, seed, render_mode)
+    module, _, name = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    if name in gym.registry and gym.registry[name].entry_point is None:
+        return OneWorld(env_id)
     settings = {"render_mode": render_mode} if render_mode else {}
     if render_mode and "gymnasium.envs.mujoco" in str(gym.spec(env_id).entry_point):
         settings["camera_name"] = "track"  # follows the body, where the model has such a camera
@@ -84,6 +90,34 @@ def make_env(env_id, seed, render_mode=None):
     if not isinstance(env.observation_space, gym.spaces.Box):
         env = gym.wrappers.FlattenObservation(env)
     return env
+
+
+class OneWorld(gym.Env):
+    """One world of a vector environment, whose arrays may be tensors. The observations are those of the policy."""
+
+    def __init__(self, env_id):
+        self.envs = gym.make_vec(env_id, num_envs=1)
+        space = self.envs.single_observation_space
+        self.observation_space = space["policy"] if isinstance(space, gym.spaces.Dict) else space
+        self.action_space = self.envs.single_action_space
+
+    def world(self, obs):
+        """The world's observation, in NumPy."""
+        self.obs = obs["policy"] if isinstance(obs, dict) else obs
+        return np.asarray(self.obs.cpu() if torch.is_tensor(self.obs) else self.obs)[0]
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        obs, infos = self.envs.reset(seed=seed)
+        return self.world(obs), infos
+
+    def step(self, action):
+        """The observation after the end of an episode may be that of the next one."""
+        actions = action[None]
+        if torch.is_tensor(self.obs):
+            actions = torch.from_numpy(actions).to(self.obs.device)
+        obs, rewards, terminated, truncated, infos = self.envs.step(actions)
+        return self.world(obs), float(rewards[0]), bool(terminated[0]), bool(truncated[0]), infos
 
 
 class AtariGame(gym.Env):

@@ -39,10 +39,8 @@ torch.utils._device._device_constructors()  # memoized: not first called in a te
 ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")}
 ALGORITHMS |= {"dqn": "dqn", "ppo_atari": "ppo_atari_envpool", "dqn_atari": "dqn_atari", "sac_atari": "sac_atari"}
 ALGORITHMS |= {"ppo_lstm": "ppo_lstm", "pqn": "pqn", "pqn_atari": "pqn_atari_envpool"}
-ON_DEVICE = {
-    "ppo_gpu": "ppo_gpu_envs",
-    "fast_td3": "fast_td3",
-}  # with environments whose steps are tensors on the device
+# with environments whose steps are tensors on the device
+ON_DEVICE = {"ppo_gpu": "ppo_gpu_envs", "fast_td3": "fast_td3"}
 ATARI = ("ppo_atari", "dqn_atari", "sac_atari", "pqn_atari")
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
 TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}

@@ -20,6 +20,7 @@ SIZES = {
     "ppo_atari": {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
     "ppo_lstm": {"num_envs": 4, "num_steps": 6, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
 }
+SIZES["ppo_gpu"] = SIZES["ppo_lstm"] | {"env_id": "tests.torch_pendulum:Short-v0"}
 SIZES["pqn"] = SIZES["ppo_lstm"] | EPSILON | {"env_id": "CartPole-v1", "total_timesteps": 168}
 SIZES["pqn_atari"] = SIZES["ppo_atari"] | EPSILON | {"learning_rate": 1e-4}
 SMALL_ATARI = REPLAY | {"env_id": "Breakout-v5", "num_envs": 2, "batch_size": 4, "target_network_frequency": 30}

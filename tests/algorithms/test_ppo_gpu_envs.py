@@ -1,0 +1,526 @@
+"""PPO for environments on the device: autoreset modes, statistics, plain against turbo and PPO, capture, learning."""
+
+import copy
+import tempfile
+from pathlib import Path
+
+import conftest
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    PLAIN_ON_DEVICE,
+    TURBO_ON_DEVICE,
+    assert_close_in_norm,
+    assert_same_state,
+    clones,
+    make_learner,
+    networks,
+    one_graph_each,
+    scalars,
+    stem,
+)
+from emulated_cuda import emulated_cuda
+from formulas import assert_noticed, planted
+from test_ppo import fix_order
+from test_training_on_cuda import check_against_cpu, check_training, no_export
+
+from instruments import __main__ as command
+from leanrl import ppo_continuous_action
+
+PLAIN, TURBO = PLAIN_ON_DEVICE["ppo_gpu"], TURBO_ON_DEVICE["ppo_gpu"]
+SHORT = "tests.torch_pendulum:Short{}-v0"
+VARIANTS = ["", "Asymmetric", "NextStep", "Disabled", "WithoutFinal"]
+each_script = pytest.mark.parametrize("script", [PLAIN, TURBO], ids=stem)
+
+
+# environments
+
+
+def transitions_of(script, variant, steps=60):
+    """All transitions of three worlds, whose actions depend on the observation: by world, rows of numbers."""
+    envs = script.make_device_envs(script.Args(env_id=SHORT.format(variant), num_envs=3), torch.device("cpu"))
+    obs = envs.reset(seed=1)
+    worlds = [[], [], []]
+    for _ in range(steps):
+        actions = 2 * (3 * obs[:, :1]).sin()
+        next_obs_to_act_on, *columns = envs.step(actions)
+        *columns, valid = (column.float().view(3, -1) for column in columns)
+        for world, row, is_valid in zip(worlds, torch.cat((obs, *columns), -1), valid, strict=True):
+            world += [row] if is_valid else []
+        obs = next_obs_to_act_on
+    return [torch.stack(world) for world in worlds]
+
+
+def check_modes(script):
+    """All autoreset modes give the same transitions, with the true last observations."""
+    wanted = transitions_of(script, "")
+    for world in wanted:
+        obs, next_obs, (_, terminated, ended) = world[:, :3], world[:, 3:6], world[:, 6:].unbind(-1)
+        assert world.isfinite().all()
+        assert 5 < ended.sum() < 30 and 2 < terminated.sum() < ended.sum() - 2
+        assert ((obs[1:] == next_obs[:-1]).all(-1) != (ended[:-1] == 1)).all()
+        assert (terminated == (next_obs[:, 2].abs() > 3)).all()
+        # where an episode ends, its last observation follows from physics as others do
+        moved = torch.atan2(next_obs[:, 1], next_obs[:, 0]) - torch.atan2(obs[:, 1], obs[:, 0])
+        torch.testing.assert_close(torch.sin(moved), torch.sin(0.05 * next_obs[:, 2]), atol=1e-5, rtol=1e-4)
+    for variant in ("NextStep", "Disabled"):
+        for got, world in zip(transitions_of(script, variant), wanted, strict=True):
+            assert len(got) == 60 if variant == "Disabled" else 40 < len(got) < 55
+            assert torch.equal(got, world[: len(got)]), variant
+    for got, world in zip(transitions_of(script, "WithoutFinal"), wanted, strict=True):
+        ended = world[:, -1:] == 1
+        assert torch.equal(got[:, 3:6], torch.where(ended, world[:, :3], world[:, 3:6]))
+        assert torch.equal(got[:, 6:], world[:, 6:])
+
+
+def test_all_autoreset_modes_give_the_same_transitions():
+    check_modes(PLAIN)
+
+
+@pytest.mark.parametrize("env_id", ["phys2d/Pendulum-v0", "InvertedPendulum-v5"])
+def test_environments_of_numpy_and_jax(env_id, tmp_path):
+    """As tensors; the first sets no autoreset mode and resets in the step after an end, the second names that mode."""
+    pytest.importorskip("array_api_compat")
+    if "phys2d" in env_id:
+        pytest.importorskip("jax")
+    envs = PLAIN.make_device_envs(PLAIN.Args(env_id=env_id, num_envs=2), torch.device("cpu"))
+    envs.reset(seed=1)
+    ended, valid = [], []
+    for _ in range(202):
+        *columns, over, is_valid = envs.step(torch.full((2, 1), 0.3))
+        assert all(torch.is_tensor(column) and column.isfinite().all() for column in columns)
+        ended.append(over)
+        valid.append(is_valid)
+    ended, valid = torch.stack(ended), torch.stack(valid)
+    assert ended.any() and valid[0].all() and torch.equal(valid[1:], ~ended[:-1])
+
+
+REFUSED = [
+    ({"env_id": "CartPole-v1"}, "actions must be"),
+    ({"env_id": "Image-v0"}, "observations must be"),
+    ({"env_id": "NoSuchEnv-v0"}, "NoSuchEnv"),
+    ({"num_minibatches": 7}, "divisor"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "words"), REFUSED, ids=str)
+def test_bad_input_gets_one_clear_line(wrong, words, capsys, tmp_path):
+    args = PLAIN.Args(**conftest.TINY_RUNS["ppo_gpu"] | wrong, run_dir=str(tmp_path / "runs"))
+    with pytest.raises(SystemExit) as error:
+        PLAIN.train(args)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and words in line and not list(tmp_path.glob("runs/*"))
+
+
+# statistics
+
+
+@each_script
+def test_statistics_are_those_of_all_observations(script):
+    normalizer = script.ObsNormalizer(3)
+    rows = 1000 + 5 * torch.randn(40, 7, 3).cumsum(0)
+    for obs in rows:
+        normalizer.update(obs)
+    rows = rows.double().flatten(0, 1)
+    torch.testing.assert_close(normalizer.mean, rows.mean(0))
+    torch.testing.assert_close(normalizer.variance, rows.var(0, correction=0))
+    wanted = ((rows - rows.mean(0)) / rows.std(0, correction=0)).clamp(-10, 10).float()
+    torch.testing.assert_close(normalizer(rows.float()), wanted, atol=1e-4, rtol=1e-4)
+
+
+def check_counter(script):
+    """Returns and lengths of the episodes that ended since the last call, without steps that only reset."""
+    counter = script.EpisodeCounter(2, torch.device("cpu"))
+    steps = [  # rewards, ended, valid of two worlds
+        ((1.0, 5.0), (0, 0), (1, 1)),
+        ((2.0, 7.0), (1, 0), (1, 1)),
+        ((100.0, 1.0), (0, 0), (0, 1)),
+        ((4.0, 1.0), (1, 1), (1, 1)),
+    ]
+    for step in steps:
+        counter.count(*(torch.tensor(column, dtype=torch.float32) for column in step))
+    read = {name: value.item() for name, value in counter.read().items()}
+    assert read == {"episodes": 3, "episodic_return": pytest.approx(21 / 3), "episodic_length": pytest.approx(7 / 3)}
+    assert {value.item() for value in counter.read().values()} == {0.0}
+
+
+@each_script
+def test_episodes_are_counted(script):
+    check_counter(script)
+
+
+# updates
+
+
+def step_columns(learner, seed=0):
+    """Random columns of a rollout by name, each (num_steps, num_envs, ...), as the learner stores them."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = (learner.args.num_steps, learner.args.num_envs)
+    normal = lambda *shape: torch.randn(*steps, *shape, generator=generator)  # noqa: E731
+    ended = (normal() > 0.8).float()
+    return {
+        "obs": normal(3),
+        "next_obs": normal(3),
+        "actions": normal(1),
+        "rewards": normal(),
+        "terminated": ended * (normal() > 0),
+        "ended": ended,
+        "valid": torch.ones(steps),
+    }
+
+
+@torch.no_grad()
+def fill(learner, columns):
+    """Make these columns the learner's rollout."""
+    if not isinstance(learner.rollout, dict):
+        names = ("obs", "actions", "next_obs", "rewards", "terminated", "ended", "valid")
+        rows = [columns[name] if columns[name].dim() == 3 else columns[name][..., None] for name in names]
+        learner.rollout.copy_(torch.cat(rows, -1))
+        return
+    agent = learner.agent
+    value = agent.value if hasattr(agent, "value") else lambda obs: agent.critic(obs).squeeze(-1)
+    log_prob = learner.gaussian(columns["obs"]).log_prob(columns["actions"]).sum(-1)
+    columns = columns | {"log_prob": log_prob, "values": value(columns["obs"])}
+    for name, column in learner.rollout.items():
+        column.copy_(columns[name])
+
+
+SIZES = {"num_steps": 9, "num_envs": 4, "num_minibatches": 3, "update_epochs": 2}
+
+
+def check_update_is_ppos(script):
+    """With one network, rollout and order of minibatches, an update is that of ppo_continuous_action.py."""
+    learner = make_learner(script, desired_kl=None, learning_rate=3e-3, ent_coef=0.1, **SIZES)
+    args = {"clip_vloss": False, "vf_coef": 2.0, "max_grad_norm": 1.0, "ent_coef": 0.1}
+    ppo = make_learner(ppo_continuous_action, **SIZES, **args)
+    ppo.agent.actor, ppo.agent.critic = copy.deepcopy(learner.agent.actor), copy.deepcopy(learner.agent.critic)
+    ppo.optimizers["agent"] = torch.optim.Adam(ppo.agent.parameters(), lr=1.0, eps=1e-5)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fix_order(monkeypatch)
+        for iteration in range(2):
+            for each in (ppo, learner):
+                fill(each, step_columns(learner, iteration))
+            torch.manual_seed(iteration)
+            ppo.update(3e-3)
+            torch.manual_seed(iteration)  # the plain script draws the same order, turbo gets it
+            learner.update()
+    own = {name: tensor for name, tensor in ppo.agent.named_parameters()}
+    got = {name: tensor for name, tensor in learner.agent.named_parameters()}
+    assert_close_in_norm(got, own, 1e-5)
+    return max(((got[name] - own[name]).norm() / own[name].norm().clamp(min=1e-9)).item() for name in own)
+
+
+@each_script
+def test_an_update_is_that_of_ppo(script):
+    print(stem(script), check_update_is_ppos(script))
+
+
+def check_steps_that_only_reset(script):
+    """Steps that are not valid change nothing, whatever they hold."""
+    results = []
+    for other in (0.0, 5.0):
+        learner = make_learner(script, **SIZES)
+        columns = step_columns(learner)
+        columns["valid"][1:] = 1 - columns["ended"][:-1]
+        wrong = columns["valid"] == 0
+        assert wrong.any()
+        for name in ("obs", "actions", "rewards", "next_obs"):
+            columns[name][wrong] += other
+        fill(learner, columns)
+        torch.manual_seed(0)
+        learner.update()
+        losses = {name: value for name, value in learner.losses().items()}
+        results.append((clones(networks(learner)), losses))
+    for name, tensor in results[0][0].items():
+        torch.testing.assert_close(tensor, results[1][0][name], msg=name)
+    assert results[1][1] == pytest.approx(results[0][1], rel=1e-4, abs=1e-6)
+
+
+@each_script
+def test_steps_that_only_reset_change_nothing(script):
+    check_steps_that_only_reset(script)
+
+
+def check_learning_rate(script):
+    """The rate grows by 1.5 below half of the desired divergence, falls by 1.5 above twice, and has limits."""
+    learner = make_learner(script, desired_kl=0.01, learning_rate=1e-3)
+
+    def after(*divergences):
+        for divergence in divergences:
+            learner.adapt_learning_rate(torch.tensor(divergence))
+        optimizer = learner.optimizers["agent"]
+        return optimizer.lr.item() if hasattr(optimizer, "lr") else optimizer.param_groups[0]["lr"]
+
+    assert after(0.004) == pytest.approx(1.5e-3)
+    assert after(0.006, 0.019) == pytest.approx(1.5e-3)
+    assert after(0.021) == pytest.approx(1e-3)
+    assert after(*[0.0] * 10) == pytest.approx(1e-2)
+    assert after(*[1.0] * 20) == pytest.approx(1e-5)
+
+
+@each_script
+def test_the_learning_rate_follows_the_divergence(script):
+    check_learning_rate(script)
+
+
+def check_asymmetric(script):
+    """The policy sees its own columns alone, and the critic its own alone."""
+    learner = make_learner(script, env_id=SHORT.format("Asymmetric"))
+    agent = learner.agent
+    obs = torch.randn(5, 7)
+    columns = [
+        torch.autograd.grad(f(obs.requires_grad_()).sum(), obs)[0].ne(0).any(0) for f in (agent.mean, agent.value)
+    ]
+    assert [column.tolist() for column in columns] == [[True] * 3 + [False] * 4, [False] * 3 + [True] * 4]
+    policy, (example,) = learner.policy()
+    assert example.shape == (2, 3) and policy(example).shape == (2, 1)
+
+
+@each_script
+def test_the_critic_may_see_more(script):
+    check_asymmetric(script)
+
+
+def noises(iteration, args):
+    generator = torch.Generator().manual_seed(iteration)
+    return torch.randn(args.num_steps, args.num_envs, 1, generator=generator)
+
+
+def run(script, folder, device="cpu", iterations=6, **settings):
+    """Losses of each iteration and the final learner of a run whose noise is fixed."""
+    sizes = SIZES | {"total_timesteps": 36 * iterations, "run_dir": str(folder), "cuda": device == "cuda"} | settings
+    args, losses, learners = script.Args(**{"env_id": SHORT.format("")} | sizes), [], []
+
+    class Sampled(torch.distributions.Normal):
+        def sample(self):
+            learner = learners[0]
+            t = learner.sampled = (getattr(learner, "sampled", -1) + 1) % args.num_steps
+            return self.mean + self.stddev * noises(learner.updates, args)[t]
+
+    def start_rollout(self):
+        self.noise.copy_(noises(self.updates, args))
+
+    with pytest.MonkeyPatch.context() as monkeypatch, no_export():
+        if hasattr(script.PPO, "start_rollout"):
+            monkeypatch.setattr(script.PPO, "start_rollout", start_rollout)
+        else:
+            monkeypatch.setattr(script, "Normal", Sampled)
+        log = lambda learner, values, step: losses.append(values)  # noqa: E731
+        conftest.train(script, args, on_log=log, on_start=lambda run: learners.append(run.learner))
+    return losses, learners[0]
+
+
+def check_turbo(script, variant="", **settings):
+    """Whole runs of both agree: environments, statistics, losses, parameters."""
+    with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
+        orders = [torch.randperm(36) for _ in range(12)]
+        plain_orders, turbo_orders = iter(orders), iter(orders)
+        randperm, rand = torch.randperm, torch.rand
+        monkeypatch.setattr(
+            torch, "randperm", lambda n, **kwargs: next(plain_orders) if n == 36 else randperm(n, **kwargs)
+        )
+        draw = lambda: torch.stack([next(turbo_orders).argsort().float() for _ in range(2)])  # noqa: E731
+        monkeypatch.setattr(torch, "rand", lambda *n, **k: draw() if n == ((2, 36),) else rand(*n, **k))
+        wanted, plain = run(PLAIN, folder, env_id=SHORT.format(variant))
+        torch.manual_seed(0)
+        got, turbo = run(script, folder, env_id=SHORT.format(variant), **settings)
+    assert len(got) == len(wanted) == 6
+    for iteration, (values, others) in enumerate(zip(got, wanted, strict=True)):
+        assert values == pytest.approx(others, rel=1e-3, abs=1e-4), iteration
+        assert values["episodes"] > 0
+    tensors = dict(plain.agent.state_dict())
+    ours = dict(turbo.agent.state_dict())
+    assert_close_in_norm(ours, tensors, 1e-4)
+    return max(
+        ((ours[name] - tensor).norm() / tensor.norm().clamp(min=1e-9)).item() for name, tensor in tensors.items()
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_turbo_equals_plain(variant):
+    print(variant, check_turbo(TURBO, variant=variant))
+
+
+@pytest.mark.thorough
+def test_turbo_equals_plain_compiled():
+    with one_graph_each(3):
+        print(check_turbo(TURBO, compile=True, reward_scaler=0.1))
+
+
+# on the emulated device
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("seed", "settings"), [(1, {}), (3, {"env_id": SHORT.format("NextStep"), "desired_kl": None, "ent_coef": 0.01})]
+)
+def test_training_is_the_same_in_all_modes_and_schedules(seed, settings, tmp_path):
+    check_training(TURBO, tmp_path, seed, settings, runs=[(False, False), (True, False), (True, True)])
+
+
+@pytest.mark.thorough
+def test_training_is_that_of_the_cpu(tmp_path):
+    check_against_cpu(TURBO, tmp_path, {})
+
+
+def iteration_counts(script, folder, variant="", num_steps=8, **settings):
+    """Counts of an iteration in steady state on the emulated device, and those of its environment steps alone."""
+    counted = []
+
+    def on_start(run):
+        step = run.envs.env.step
+
+        def counting(actions):
+            before = device.counts.copy()
+            result = step(actions)
+            inner.update(device.counts - before)
+            return result
+
+        run.envs.env.step = counting
+
+    def on_log(learner, losses, step):
+        counted.append((device.counts.copy(), inner.copy()))
+
+    with no_export(), emulated_cuda() as device:
+        inner = device.counts.copy()
+        sizes = {"num_envs": 4, "num_steps": num_steps, "num_minibatches": 2, "update_epochs": 2, "cudagraphs": True}
+        sizes |= {"total_timesteps": 4 * num_steps * 6, "env_id": SHORT.format(variant), "run_dir": str(folder)}
+        conftest.train(script, script.Args(**sizes | settings), on_log=on_log, on_start=on_start)
+    (before, inner_before), (after, inner_after) = counted[-2:]
+    return after - before, inner_after - inner_before
+
+
+def check_counts(script, folder=None, **settings):
+    """The host waits once per iteration, for the log, and an environment step replays two graphs."""
+    with tempfile.TemporaryDirectory() as folder:
+        total, inner = iteration_counts(script, folder, **settings)
+    assert inner["waits"] == inner["replays"] == 0
+    assert (total["waits"], total["d2h"], total["h2d"]) == (1, 1, 0)
+    assert total["replays"] == 2 * 8 + 1
+    return total, inner
+
+
+def test_the_host_waits_once_per_iteration():
+    total, inner = check_counts(TURBO)
+    assert (total["operators"] - inner["operators"] - 6) / 8 == 5
+
+
+def check_captured(script):
+    """A run is the same with and without graphs."""
+    with tempfile.TemporaryDirectory() as folder:
+        check_training(script, Path(folder), runs=[(False, False), (True, True)])
+
+
+# runs
+
+
+@each_script
+def test_a_run_its_continuation_and_its_policy(script, tmp_path, capsys):
+    sizes = conftest.TINY_RUNS["ppo_gpu"] | {"env_id": SHORT.format("Asymmetric"), "num_steps": 10}
+    learners = []
+    keep = lambda run: learners.append(run.learner)  # noqa: E731
+    conftest.train(script, script.Args(**sizes, total_timesteps=60, run_dir=str(tmp_path / "a")), on_start=keep)
+    (first,) = (tmp_path / "a").iterdir()
+    before = torch.load(first / "checkpoint.pt", weights_only=True)
+    args = {"total_timesteps": 100, "run_dir": str(tmp_path / "b"), "resume": str(first)}
+    conftest.train(script, script.Args(**sizes | args), on_start=lambda run: check_restored(run.learner, before))
+    (second,) = (tmp_path / "b").iterdir()
+    after = torch.load(second / "checkpoint.pt", weights_only=True)
+    assert [(each["global_step"], each["learner"]["updates"]) for each in (before, after)] == [(60, 3), (100, 5)]
+    assert after["episodes"] > before["episodes"] > 0
+    assert len(scalars(first, "charts/episodic_return")) == len(before["returns"]) == 3
+
+    policy = torch.export.load(first / "policy.pt2").module()
+    obs = 10 * torch.randn(5, 3)
+    agent = learners[0].agent
+    wanted = agent.actor(agent.normalizer(torch.cat((obs, torch.zeros(5, 4)), -1))[:, :3]).clamp(-2, 2)
+    torch.testing.assert_close(policy(obs), wanted)
+    command.main(["evaluate", str(first), "--episodes", "3"])
+    assert "3 episodes: mean return -" in capsys.readouterr().out
+
+
+def check_restored(learner, checkpoint):
+    for state in (learner.state_dict(), checkpoint["learner"]):
+        assert state["updates"] == 3
+    assert_same_state(
+        {key: learner.state_dict()[key] for key in ("networks", "optimizers")},
+        {key: checkpoint["learner"][key] for key in ("networks", "optimizers")},
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("script", [pytest.param(PLAIN, marks=pytest.mark.finding), TURBO], ids=["plain", "turbo"])
+def test_ppo_balances_a_pendulum(script, tmp_path):
+    """A random policy holds it for about 6 steps, a perfect one for 1000."""
+    sizes = {"total_timesteps": 36_000, "num_envs": 64, "cuda": False}
+    script.train(script.Args(env_id="InvertedPendulum-v5", run_dir=str(tmp_path), **sizes))
+    returns = scalars(next(tmp_path.iterdir()), "charts/episodic_return")
+    assert returns[0] < 20 and np.mean(returns[-5:]) > 200
+
+
+# planted bugs
+
+
+BUGS = [
+    (
+        PLAIN,
+        "the last observation is the next episode's",
+        "torch.where(ended[:, None], final_obs, obs)",
+        "obs",
+        check_modes,
+    ),
+    (PLAIN, "steps that only reset are transitions", "self.valid = ~ended", "self.valid = valid", check_modes),
+    (PLAIN, "all worlds are reset", 'reset(options={"reset_mask": ended})', "reset()", check_modes),
+    (PLAIN, "terminal states have a value", ' * (1 - rollout["terminated"])', "", check_update_is_ppos),
+    (
+        PLAIN,
+        "steps that only reset are learned",
+        "masked_mean(gains, valid)",
+        "gains.mean()",
+        check_steps_that_only_reset,
+    ),
+    (PLAIN, "the critic sees the policy's columns", "-self.critic_dim :", ": self.critic_dim", check_asymmetric),
+    (PLAIN, "the rate has no upper limit", ", 1e-2)", ", 1.0)", check_learning_rate),
+    (PLAIN, "returns go on in the next episode", "self.current.sub_(over)", "pass", check_counter),
+    (TURBO, "advantages go on in the next episode", "gae_lambda * (1 - ended)", "gae_lambda", check_update_is_ppos),
+    (TURBO, "one noise for all steps", "index_select(0, self.t)", "index_select(0, 0 * self.t)", check_turbo),
+    (TURBO, "one row of the rollout", "(self.t + 1) % self.args.num_steps", "self.t", check_turbo),
+    (TURBO, "the rate goes away from its aim", "1.5**direction", "1.5**-direction", check_learning_rate),
+]
+RATE = 'self.optimizers["agent"].lr'
+LATER = [  # on the emulated device
+    (TURBO, "a wait in the loop", "self.updates += 1", "self.updates += 1\n        self.losses()", check_counts),
+    (
+        TURBO,
+        "noise in other memory",
+        "self.noise.normal_()",
+        "self.noise = torch.randn_like(self.noise)",
+        check_captured,
+    ),
+    (
+        TURBO,
+        "the learning rate rebound",
+        f"{RATE}.mul_(1.5**direction).clamp_(1e-5, 1e-2)",
+        f"{RATE} = ({RATE} * 1.5**direction).clamp(1e-5, 1e-2)",
+        check_captured,
+    ),
+    (
+        TURBO,
+        "the step of the rollout kept in Python",
+        "self.t.copy_((self.t + 1) % self.args.num_steps)",
+        "self.at = (getattr(self, 'at', 0) + 1) % self.args.num_steps\n        self.t.fill_(self.at)",
+        check_captured,
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "bug", "old", "new", "check"), planted(BUGS))
+def test_a_planted_bug_is_noticed(script, bug, old, new, check, tmp_path):
+    assert_noticed(script, old, new, check, tmp_path)
+
+
+@pytest.mark.planted
+@pytest.mark.parametrize(("script", "bug", "old", "new", "check"), LATER)
+def test_a_planted_bug_is_noticed_on_the_device(script, bug, old, new, check, tmp_path):
+    assert_noticed(script, old, new, check, tmp_path)
