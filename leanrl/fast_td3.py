@@ -180,18 +180,14 @@ class FastTD3:
         self.args = args
         self.device = device
         self.actor_dim, self.critic_dim = envs.actor_dim, envs.critic_dim
-        self.act_dim = act_dim = envs.single_action_space.shape[0]
+        act_dim = envs.single_action_space.shape[0]
         low, high = (bound.to(device) for bound in action_bounds(args, envs))
         with device:
             self.actor = Actor(self.actor_dim, envs.width, low, high, args.actor_hidden_dim, args.init_scale)
             sizes = (self.critic_dim, act_dim, args.num_atoms, args.critic_hidden_dim)
             self.critics = nn.ModuleList([Critic(*sizes) for _ in range(NUM_CRITICS)])
         self.target_critics = copy.deepcopy(self.critics)
-        self.networks = {
-            "actor": self.actor,
-            "critics": self.critics,
-            "target_critics": self.target_critics,
-        }
+        self.networks = {"actor": self.actor, "critics": self.critics, "target_critics": self.target_critics}
         decay = {"weight_decay": args.weight_decay}
         self.optimizers = {
             "actor": torch.optim.AdamW(self.actor.parameters(), lr=args.actor_learning_rate, **decay),

@@ -399,11 +399,7 @@ class FastTD3:
 
     def tensors(self):
         """All tensors that updates change, except the replay buffer. Tensors missing here are not saved."""
-        networks = {
-            "actor": self.actor.state_dict(),
-            "critics": self.critics,
-            "target_critics": self.target_critics,
-        }
+        networks = {"actor": self.actor.state_dict(), "critics": self.critics, "target_critics": self.target_critics}
         optimizers = {name: optimizer.tensors() for name, optimizer in self.optimizers.items()}
         return {"networks": networks, "optimizers": optimizers, "stds": self.stds}
 
@@ -503,17 +499,20 @@ class DeviceNStepReplayBuffer:
         offsets = torch.arange(num_steps, device=uniform.device)
         places = (starts[:, None] + offsets) % size * num_envs + envs[:, None]  # (batch, num_steps)
 
-        goes_on = 1 - self.columns["ended"].squeeze(-1)[places[:, :-1]]
-        reached = torch.cat((torch.ones_like(uniform[:, None], dtype=torch.float32), goes_on.cumprod(-1)), -1)
-        rewards = self.columns["rewards"].squeeze(-1)[places]
-        steps = reached.sum(-1)  # in the return
+        rewards, ended = (self.columns[name].squeeze(-1)[places] for name in ("rewards", "ended"))
+        reached = ((ended.cumsum(-1) - ended) == 0).float()  # no earlier step has ended the episode
+        steps = reached.sum(-1)
         first, last = places[:, 0], places.gather(1, steps.long()[:, None] - 1).squeeze(-1)
-        batch = {name: self.columns[name][first] for name in ("obs", "actions")}
-        batch["next_obs"] = self.columns["next_obs"][last]
-        batch["rewards"] = (reached * gamma**offsets * rewards).sum(-1)
-        batch["discounts"] = gamma**steps * (1 - self.columns["terminated"].squeeze(-1)[last])
-        batch["valid"] = self.columns["valid"].squeeze(-1)[first]
-        return batch
+        obs, actions, valid = (self.columns[name][first] for name in ("obs", "actions", "valid"))
+        next_obs, terminated = (self.columns[name][last] for name in ("next_obs", "terminated"))
+        return {
+            "obs": obs,
+            "actions": actions,
+            "next_obs": next_obs,
+            "rewards": (reached * gamma**offsets * rewards).sum(-1),
+            "discounts": gamma**steps * (1 - terminated.squeeze(-1)),
+            "valid": valid.squeeze(-1),
+        }
 
     def state_dict(self):
         """A copy of the filled part, and the count."""
