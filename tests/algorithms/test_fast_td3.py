@@ -29,6 +29,8 @@ from formulas import planted
 from test_edits import HUNK, apply_hunk
 from test_training_on_cuda import check_training, no_export
 
+from instruments import __main__ as command
+
 PLAIN, TURBO = PLAIN_ON_DEVICE["fast_td3"], TURBO_ON_DEVICE["fast_td3"]
 SHORT = "tests.torch_pendulum:Short{}-v0"
 PAGE = (Path(__file__).parents[2] / "doc" / "fast_td3.md").read_text()
@@ -340,6 +342,33 @@ def test_a_restored_learner_goes_on_alike(script):
         each.act(torch.ones(4, 3))
         take_step(each, outcome, learning=True)
     assert_same_state(saved(restored), saved(learner))
+
+
+@each_script
+def test_a_run_its_continuation_and_its_policy(script, tmp_path, capsys):
+    sizes = conftest.TINY_RUNS["fast_td3"] | ASYMMETRIC
+    runs = []
+    for total_timesteps in (120, 200):  # 30 and 50 steps of four worlds, of which 20 and 40 are followed by updates
+        resume = str(*runs) or None
+        with patch.object(script, "LOG_INTERVAL", 10):
+            run_dir = tmp_path / str(total_timesteps)
+            script.train(
+                script.Args(**sizes | {"total_timesteps": total_timesteps}, run_dir=str(run_dir), resume=resume)
+            )
+        runs = list(run_dir.iterdir())
+        checkpoint = torch.load(runs[0] / "checkpoint.pt", weights_only=True)
+        state = checkpoint["learner"]
+        assert checkpoint["global_step"] == total_timesteps and checkpoint["episodes"] > 0
+        assert int(state["replay"]["stored"]) == total_timesteps // 4
+        assert state["updates"] == 2 * (total_timesteps // 4 - 10)
+        assert scalars(runs[0], "charts/episodic_return") and scalars(runs[0], "losses/actor_loss")
+    learner = make_learner(script, **ASYMMETRIC)
+    learner.load_state_dict(state)
+    policy, _ = learner.policy()
+    obs = 3 * torch.randn(5, 3)
+    torch.testing.assert_close(torch.export.load(runs[0] / "policy.pt2").module()(obs), policy(obs))
+    command.main(["evaluate", str(runs[0]), "--episodes", "2"])
+    assert "2 episodes: mean return -" in capsys.readouterr().out
 
 
 # on an emulated CUDA device
