@@ -488,16 +488,15 @@ def test_edits_of_the_page(title, tmp_path):
 
 # learning
 
-NARROW = {"critic_hidden_dim": 128, "actor_hidden_dim": 64, "num_envs": 16, "batch_size": 256, "buffer_size": 2000}
-PENDULUM = NARROW | {"env_id": "tests.torch_pendulum:TorchPendulum-v0", "gamma": 0.95, "v_max": 150.0, "threads": 1}
-PENDULUM |= {"critic_learning_rate": 1e-3, "actor_learning_rate": 1e-3, "critic_learning_rate_end": 1e-3}
-PENDULUM |= {"actor_learning_rate_end": 1e-3, "std_min": 0.1, "std_max": 0.8, "num_steps": 3, "weight_decay": 0.0}
+PENDULUM = {"env_id": "tests.torch_pendulum:TorchPendulum-v0", "num_envs": 16, "batch_size": 128, "buffer_size": 2000}
+PENDULUM |= {"gamma": 0.95, "v_max": 150.0, "num_atoms": 51, "num_steps": 3, "std_min": 0.1, "std_max": 0.8}
+PENDULUM |= {"critic_hidden_dim": 128, "actor_hidden_dim": 64, "weight_decay": 0.0, "threads": 1}
+PENDULUM |= {f"{name}_learning_rate{end}": 1e-3 for name in ("critic", "actor") for end in ("", "_end")}
 
 
 @pytest.mark.thorough
 def test_the_pendulum_is_learned(tmp_path):
     """A random policy scores about -1200, a swing-up from anywhere about -150."""
-    TURBO.train(TURBO.Args(**PENDULUM, total_timesteps=32_000, run_dir=str(tmp_path)))
+    PLAIN.train(PLAIN.Args(**PENDULUM, total_timesteps=16_000, run_dir=str(tmp_path)))
     returns = scalars(next(tmp_path.iterdir()), "charts/episodic_return")
-    assert returns[0] < -900
-    assert np.mean(returns[-3:]) > -300
+    assert returns[0] < -900 and returns[-1] > -400
