@@ -403,13 +403,16 @@ def check_counts(script, folder=None, **settings):
 
 def test_the_host_waits_once_per_iteration():
     total, inner = check_counts(TURBO)
-    assert (total["operators"] - inner["operators"] - 6) / 8 == 5
+    assert total["operators"] - inner["operators"] == 8 * 6 + 5  # outside of graphs, besides the environment's own
 
 
 def check_captured(script):
     """A run is the same with and without graphs."""
     with tempfile.TemporaryDirectory() as folder:
-        check_training(script, Path(folder), runs=[(False, False), (True, True)])
+        try:
+            check_training(script, Path(folder), runs=[(False, False), (True, True)])
+        except SystemExit as error:
+            raise AssertionError(error) from error  # memory that a graph never wrote is NaN
 
 
 # runs
@@ -483,7 +486,7 @@ BUGS = [
     (PLAIN, "the critic sees the policy's columns", "-self.critic_dim :", ": self.critic_dim", check_asymmetric),
     (PLAIN, "the rate has no upper limit", ", 1e-2)", ", 1.0)", check_learning_rate),
     (PLAIN, "returns go on in the next episode", "self.current.sub_(over)", "pass", check_counter),
-    (TURBO, "advantages go on in the next episode", "gae_lambda * (1 - ended)", "gae_lambda", check_update_is_ppos),
+    (TURBO, "advantages go on in the next episode", "* (1 - ended))", "+ 0 * ended)", check_update_is_ppos),
     (TURBO, "one noise for all steps", "index_select(0, self.t)", "index_select(0, 0 * self.t)", check_turbo),
     (TURBO, "one row of the rollout", "(self.t + 1) % self.args.num_steps", "self.t", check_turbo),
     (TURBO, "the rate goes away from its aim", "1.5**direction", "1.5**-direction", check_learning_rate),
