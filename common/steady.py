@@ -8,11 +8,11 @@ CAPTURE = 3  # calls until a function is compiled and captured
 
 def updates_to_warm(args):
     """The number of updates until everything is compiled and captured; an update of PPO or PQN is an iteration."""
-    if hasattr(args, "num_steps"):
-        return CAPTURE if getattr(args, "cudagraphs", False) else 1
     if not hasattr(args, "policy_frequency"):
-        return CAPTURE
-    return CAPTURE * math.lcm(args.policy_frequency, getattr(args, "target_network_frequency", 1))
+        on_policy = hasattr(args, "num_steps")
+        return 1 if on_policy and not getattr(args, "cudagraphs", False) else CAPTURE
+    period = math.lcm(args.policy_frequency, getattr(args, "target_network_frequency", 1))
+    return CAPTURE * period * getattr(args, "updates_per_step", 1)
 
 
 class Clock:

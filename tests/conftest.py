@@ -39,7 +39,8 @@ torch.utils._device._device_constructors()  # memoized: not first called in a te
 ALGORITHMS = {name: f"{name}_continuous_action" for name in ("sac", "td3", "ppo")}
 ALGORITHMS |= {"dqn": "dqn", "ppo_atari": "ppo_atari_envpool", "dqn_atari": "dqn_atari", "sac_atari": "sac_atari"}
 ALGORITHMS |= {"ppo_lstm": "ppo_lstm", "pqn": "pqn", "pqn_atari": "pqn_atari_envpool"}
-ON_DEVICE = {"ppo_gpu": "ppo_gpu_envs"}  # with environments whose steps are tensors on the device
+# with environments whose steps are tensors on the device
+ON_DEVICE = {"ppo_gpu": "ppo_gpu_envs", "fast_td3": "fast_td3"}
 ATARI = ("ppo_atari", "dqn_atari", "sac_atari", "pqn_atari")
 PLAIN = {name: importlib.import_module(f"leanrl.{script}") for name, script in ALGORITHMS.items()}
 TURBO = {name: importlib.import_module(f"leanrl.{script}_torchcompile") for name, script in ALGORITHMS.items()}
@@ -186,6 +187,9 @@ for name, space in SPACES.items():
     gym.register(f"Pick{name}-v0", entry_point=PushAnything, kwargs=kwargs)
 gym.register("Image-v0", entry_point=PushAnything, kwargs={"space": gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)})
 
+SMALL_FAST_TD3 = {"env_id": "tests.torch_pendulum:Short-v0", "num_envs": 4, "num_steps": 3, "num_atoms": 21}
+SMALL_FAST_TD3 |= {"batch_size": 32, "buffer_size": 16, "critic_hidden_dim": 32, "actor_hidden_dim": 16, "v_max": 20.0}
+
 QUICK = {"sac_continuous_action", "ppo_continuous_action_torchcompile", "dqn_torchcompile"}
 TINY_OFF_POLICY = {"learning_starts": 100, "batch_size": 32, "buffer_size": 1000, "cuda": False}
 TINY_RUNS = {  # arguments with which a run takes a second
@@ -200,6 +204,7 @@ TINY_RUNS = {  # arguments with which a run takes a second
 TINY_RUNS["ppo_atari"] |= {"cuda": False}
 TINY_RUNS |= {"pqn": TINY_RUNS["ppo"] | {"env_id": "CartPole-v1", "num_envs": 1}, "pqn_atari": TINY_RUNS["ppo_atari"]}
 TINY_RUNS["ppo_lstm"] = TINY_RUNS["ppo"] | {"env_id": "CartPole-v1", "num_envs": 1, "num_minibatches": 1}
+TINY_RUNS["fast_td3"] = SMALL_FAST_TD3 | {"total_timesteps": 500, "cuda": False}
 TINY_RUNS["ppo_gpu"] = TINY_RUNS["ppo"] | {"env_id": "tests.torch_pendulum:TorchPendulum-v0", "num_envs": 2}
 
 SMALL = {"env_id": "Pendulum-v1", "batch_size": 32, "buffer_size": 64}
@@ -209,6 +214,7 @@ SMALL_LEARNERS |= {name: {"num_envs": 2, "batch_size": 8, "buffer_size": 64} for
 SMALL_LEARNERS |= dict.fromkeys(("pqn", "pqn_atari"), SMALL_LEARNERS["ppo_atari"])
 SMALL_LEARNERS["ppo"] = SMALL_LEARNERS["ppo_atari"] | {"env_id": "Pendulum-v1"}
 SMALL_LEARNERS["ppo_gpu"] = SMALL_LEARNERS["ppo"] | {"env_id": "tests.torch_pendulum:Short-v0"}
+SMALL_LEARNERS["fast_td3"] = SMALL_FAST_TD3
 SMALL_LEARNERS["ppo_lstm"] = {"num_envs": 4, "num_steps": 12, "num_minibatches": 2, "update_epochs": 2}
 
 
@@ -235,8 +241,8 @@ def algorithm(script):
 
 
 def learner_class(script):
-    """SAC, TD3, PPO, DQN or PQN."""
-    return getattr(script, stem(script).split("_")[0].upper())
+    """SAC, TD3, FastTD3, PPO, DQN or PQN."""
+    return getattr(script, "FastTD3", None) or getattr(script, stem(script).split("_")[0].upper())
 
 
 def make_envs(script, args, device="cpu"):

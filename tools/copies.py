@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OWN = {"Args", "SAC", "TD3", "PPO", "DQN", "PQN", "train"}
+OWN = {"Args", "SAC", "TD3", "FastTD3", "PPO", "DQN", "PQN", "train"}
 OWN_CONSTANTS = {"AT_LEAST_1", "AT_MOST_1", "FIXED"}
 OWN_FLAGS = {"env_id", "total_timesteps", "num_envs", "threads", "resume", "checkpoint_interval", "capture_video"}
 OWN_FLAGS |= {"compile", "cudagraphs", "gamma", "tau", "alpha", "learning_rate", "policy_lr", "q_lr", "max_grad_norm"}

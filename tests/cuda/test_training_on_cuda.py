@@ -6,7 +6,7 @@ from unittest.mock import patch
 import conftest
 import pytest
 import torch
-from conftest import ATARI, TURBO, algorithm, assert_same_state, learner_class, leaves
+from conftest import ATARI, SMALL_FAST_TD3, TURBO, algorithm, assert_same_state, learner_class, leaves
 from emulated_cuda import emulated_cuda
 
 REPLAY = {"env_id": "Pendulum-v1", "batch_size": 16, "buffer_size": 40, "learning_starts": 30, "total_timesteps": 60}
@@ -26,6 +26,7 @@ SIZES["pqn_atari"] = SIZES["ppo_atari"] | EPSILON | {"learning_rate": 1e-4}
 SMALL_ATARI = REPLAY | {"env_id": "Breakout-v5", "num_envs": 2, "batch_size": 4, "target_network_frequency": 30}
 SIZES["sac_atari"] = SMALL_ATARI
 SIZES["dqn_atari"] = SMALL_ATARI | EPSILON | {"learning_rate": 1e-4}
+SIZES["fast_td3"] = SMALL_FAST_TD3 | {"total_timesteps": 120, "buffer_size": 12, "batch_size": 8}
 TF32 = {"matmul_precision": "high"}  # images then are channels last
 OTHERS = {  # other settings take other ways through the code
     "sac": {"num_envs": 3, "autotune": False, "policy_frequency": 1, "target_network_frequency": 2},

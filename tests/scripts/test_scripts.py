@@ -71,7 +71,7 @@ def test_the_algorithm_comes_first(script):
     """Flags, networks, learner, loop; then, under a banner, the run."""
     source = script.read_text()
     population = "Population" if "population" in script.stem else ""
-    learner = script.stem.split("_")[0].upper() + population
+    learner = "FastTD3" if "fast" in script.stem else script.stem.split("_")[0].upper() + population
     marks = ["class Args:", f"class {learner}:", "def train(", "# The run: ", "class Run:"]
     places = [source.index(f"\n{mark}") for mark in marks]
     assert places == sorted(places)

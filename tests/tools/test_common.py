@@ -176,6 +176,7 @@ def test_a_run_is_warm_after_three_rounds_of_what_is_captured(resumed_at, script
     [
         ({"policy_frequency": 2, "target_network_frequency": 3}, 18),
         ({"policy_frequency": 2}, 6),
+        ({"policy_frequency": 2, "updates_per_step": 4, "num_steps": 8}, 24),
         ({"target_network_frequency": 1000}, 3),  # in steps: no part of what is captured
         ({"num_steps": 128, "cudagraphs": True}, 3),
         ({"num_steps": 128, "cudagraphs": False}, 1),

@@ -1,0 +1,978 @@
+"""FastTD3 for simulators that step thousands of worlds as tensors, built for speed: Seo et al. 2025, arXiv:2505.22642.
+
+The updates are those of the plain version, fast_td3.py. Why it is faster:
+
+1. `--cudagraphs` makes an environment step two CUDA graphs: one chooses actions, the other stores the step and does all
+   of its updates (`FastTD3.choose_actions`, `FastTD3.learn`). The host waits only to log.
+2. `--compile` compiles each part of them, an update from sampling to AdamW, into one graph (`FastTD3.compiled`).
+3. The critics run as one batched matmul per layer (`FastTD3.logits`).
+4. Only the smaller target distribution is projected, in one sum without atomics (`FastTD3.target`, `FastTD3.project`).
+5. A step of all environments is one row of one tensor (`DeviceNStepReplayBuffer`).
+
+    PYTHONPATH=. python leanrl/fast_td3_torchcompile.py --env-id environments.mujoco_warp:warp/HalfCheetah-v5 \\
+        --compile --cudagraphs
+"""
+
+import copy
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import zipfile
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.vector import AutoresetMode
+from tensordict.nn import CudaGraphModule
+from torch import nn
+from torch.func import functional_call, stack_module_state, vmap
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+NUM_CRITICS = 2
+LOG_INTERVAL = 100  # steps of the vector environment between logs of the losses
+CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
+
+
+@dataclass
+class Args:
+    env_id: str = "environments.mujoco_warp:warp/HalfCheetah-v5"  # gymnasium environment, as module:id
+    total_timesteps: int = 19_200_000  # total environment steps, summed over all environments
+    num_envs: int = 128  # number of environments, stepped together
+    buffer_size: int = 51_200  # steps of each environment that the replay buffer holds
+    gamma: float = 0.99  # discount factor
+    tau: float = 0.1  # target smoothing coefficient
+    batch_size: int = 32_768  # transitions per update, equally many of each environment
+    learning_starts: int = 10  # steps of each environment before the first update
+    updates_per_step: int = 2  # updates per step of the vector environment
+    policy_frequency: int = 2  # update the actor every N updates of the critics
+    critic_learning_rate: float = 3e-4  # initial learning rate of the critics
+    actor_learning_rate: float = 3e-4  # initial learning rate of the actor
+    critic_learning_rate_end: float = 3e-4  # learning rate of the critics at the end of the run
+    actor_learning_rate_end: float = 3e-4  # learning rate of the actor at the end of the run
+    weight_decay: float = 0.1  # weight decay of AdamW
+    num_steps: int = 1  # rewards in a return before the critics' value
+    num_atoms: int = 101  # atoms of a critic's distribution
+    v_max: float = 250.0  # the atoms cover returns from -v_max to v_max
+    std_min: float = 0.001  # least standard deviation of exploration noise, in units of half the action range
+    std_max: float = 0.4  # greatest standard deviation of exploration noise, in the same units
+    policy_noise: float = 0.001  # standard deviation of target policy smoothing noise, in the same units
+    noise_clip: float = 0.5  # bound at which smoothing noise is clipped, in the same units
+    action_bound: float = 1.0  # actions are between -N and N where the environment sets no bounds
+    critic_hidden_dim: int = 1024  # width of the critics' first hidden layer; each further layer has half of it
+    actor_hidden_dim: int = 512  # width of the actor's first hidden layer; each further layer has half of it
+    init_scale: float = 0.01  # standard deviation of the actor's last weights at the start
+    bf16: bool = False  # compute the networks in bfloat16, by autocast
+
+    compile: bool = False  # compile acting and updates with torch.compile
+    cudagraphs: bool = False  # replay acting and updates as CUDA graphs
+    compile_mode: CompileMode = "default"  # torch.compile mode
+    cuda: bool = True  # use a CUDA device if there is one
+    threads: int = 0  # CPU threads for torch (0: torch's default)
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
+    torch_deterministic: bool = True  # use deterministic cuDNN kernels
+
+    exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
+    seed: int = 1  # seed of the environments, NumPy and torch
+    run_dir: str = "runs"  # parent folder of all runs
+    resume: str | None = None  # folder of a run to resume; its flags become the defaults
+    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
+    track: bool = False  # also log to Weights & Biases
+    wandb_project_name: str = "leanrl"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
+
+
+AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size", "updates_per_step", "policy_frequency")
+AT_LEAST_1 += ("num_steps", "critic_hidden_dim", "actor_hidden_dim")
+AT_MOST_1 = ("gamma", "tau")
+FIXED = ("env_id", "num_envs", "buffer_size", "critic_hidden_dim", "actor_hidden_dim", "num_atoms", "v_max")
+
+
+def hidden_layers(inputs, width):
+    """Three layers of ReLUs, each of half the width of the layer before, and the width of the last."""
+    layers = []
+    for outputs in (width, width // 2, width // 4):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        inputs = outputs
+    return layers, inputs
+
+
+class Critic(nn.Module):
+    """The distribution of returns: maps (batch, critic_dim) and (batch, act_dim) to logits (batch, num_atoms)."""
+
+    def __init__(self, critic_dim, act_dim, num_atoms, hidden_dim):
+        super().__init__()
+        layers, width = hidden_layers(critic_dim + act_dim, hidden_dim)
+        self.net = nn.Sequential(*layers, nn.Linear(width, num_atoms))
+
+    def forward(self, obs, actions):
+        return self.net(torch.cat((obs, actions), -1)).float()
+
+
+class ObsNormalizer(nn.Module):
+    """Scales observations to mean 0 and variance 1 and clips them to [-10, 10].
+
+    All environments share the statistics, which are float64 (Chan, Golub and LeVeque 1983).
+    """
+
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(width, dtype=torch.float64))
+
+    def forward(self, obs):
+        """Scaled observations; `obs` (batch, ...) may lack the last columns."""
+        mean, variance = self.mean[: obs.shape[-1]], self.variance[: obs.shape[-1]]
+        return ((obs - mean) / (variance + 1e-8).sqrt()).clamp(-10, 10).float()
+
+    def update(self, obs):
+        """Include the observations of all environments (num_envs, width) in the statistics."""
+        obs = obs.double()
+        mean = obs.mean(0)
+        weight = len(obs) / (self.count + len(obs))
+        difference = mean - self.mean
+        variance = (obs - mean).square().mean(0) + (1 - weight) * difference.square()
+        self.variance.lerp_(variance, weight)
+        self.mean.lerp_(mean, weight)
+        self.count.add_(len(obs))
+
+
+class Actor(nn.Module):
+    """A deterministic policy. The learner calls `squashed` with normalized observations."""
+
+    def __init__(self, actor_dim, width, low, high, hidden_dim, init_scale):
+        super().__init__()
+        layers, last_width = hidden_layers(actor_dim, hidden_dim)
+        last = nn.Linear(last_width, len(low))
+        nn.init.normal_(last.weight, 0, init_scale)
+        nn.init.zeros_(last.bias)
+        self.net = nn.Sequential(*layers, last)
+        self.normalizer = ObsNormalizer(width)
+        self.register_buffer("scale", (high - low) / 2)
+        self.register_buffer("bias", (high + low) / 2)
+
+    def squashed(self, obs):
+        """Actions in [-1, 1]; `obs` (batch, ...) may have more columns than the policy's."""
+        return self.net(obs[:, : self.net[0].in_features]).float().tanh()
+
+    def in_units(self, actions):
+        """Scale actions from [-1, 1] to the bounds of the action space."""
+        return actions * self.scale + self.bias
+
+    def forward(self, obs):
+        """The policy exported to policy.pt2: maps raw (batch, actor_dim) to actions in the environment's units."""
+        return self.in_units(self.squashed(self.normalizer(obs)))
+
+
+class FastTD3:
+    """The learner. CUDA graphs replay kernels but no Python: state that changes is in tensors, updated in place."""
+
+    def __init__(self, args, envs, device):
+        self.args = args
+        self.device = device
+        self.actor_dim, self.critic_dim = envs.actor_dim, envs.critic_dim
+        act_dim = envs.single_action_space.shape[0]
+        low, high = (bound.to(device) for bound in action_bounds(args, envs))
+        with device:
+            self.actor = Actor(self.actor_dim, envs.width, low, high, args.actor_hidden_dim, args.init_scale)
+            sizes = (self.critic_dim, act_dim, args.num_atoms, args.critic_hidden_dim)
+            critics = [Critic(*sizes) for _ in range(NUM_CRITICS)]
+        self.critic = critics[0]  # for its `forward` only; the weights that learn are in `self.critics`
+        self.critics, _ = stack_module_state(critics)  # parameters by name, (NUM_CRITICS, ...)
+        self.target_critics = {name: weights.detach().clone() for name, weights in self.critics.items()}
+        self.optimizers = {
+            "actor": AdamW(self.actor.parameters(), args.actor_learning_rate, args.weight_decay),
+            "critics": AdamW(self.critics.values(), args.critic_learning_rate, args.weight_decay),
+        }
+        self.scalars = {name: torch.zeros((), device=device) for name in ("q_values", "qf_loss", "actor_loss")}
+        self.atoms = torch.linspace(-args.v_max, args.v_max, args.num_atoms, device=device)
+        self.episodes = EpisodeCounter(args.num_envs, device)
+        self.updates = 0
+
+        # acting
+        self.obs = torch.zeros(args.num_envs, envs.width, device=device)
+        self.actions = torch.zeros(args.num_envs, act_dim, device=device)
+        self.actions_in_units = torch.zeros_like(self.actions)
+        self.acting_noise = torch.zeros_like(self.actions)
+        self.stds = torch.zeros(args.num_envs, 1, device=device).uniform_(args.std_min, args.std_max)
+        self.new_stds = torch.zeros_like(self.stds)
+
+        # a step of the environments
+        flags = ("rewards", "terminated", "ended", "valid")
+        self.outcome = {"next_obs": torch.zeros_like(self.obs)}
+        self.outcome |= {name: torch.zeros(args.num_envs, device=device) for name in flags}
+        widths = {"obs": envs.width, "actions": act_dim, "next_obs": envs.width} | dict.fromkeys(flags, 1)
+        self.replay = DeviceNStepReplayBuffer(args.buffer_size, args.num_envs, widths, device)
+
+        # an update. Random numbers are drawn outside of compiled functions, so that all modes draw the same
+        batch_size = max(args.batch_size // args.num_envs, 1) * args.num_envs
+        self.uniform = torch.zeros(batch_size, dtype=torch.float64, device=device)  # float32 is too coarse
+        self.noise = torch.zeros(batch_size, act_dim, device=device)
+        self.batch_obs = torch.zeros(batch_size, envs.width, device=device)
+        self.batch_valid = torch.zeros(batch_size, device=device)
+
+        self.compute_actions = self.compiled(self.compute_actions)
+        self.store_step = self.compiled(self.store_step)
+        self.update_critics = self.compiled(self.update_critics)
+        self.update_actor = self.compiled(self.update_actor)
+        self.choose_actions = self.captured(self.choose_actions)
+        self.store = self.captured(self.store)
+        phases = range(args.policy_frequency)  # updates since the actor's last one
+        self.learn_in_phase = [self.captured(partial(self.learn, phase)) for phase in phases]
+
+    @torch.no_grad()
+    def compute_actions(self):
+        """Compute actions with exploration noise for `obs`."""
+        self.actor.normalizer.update(self.obs)
+        with self.autocast():
+            actions = self.actor.squashed(self.actor.normalizer(self.obs))
+        self.actions.copy_((actions + self.stds * self.acting_noise).clamp(-1, 1))
+        self.actions_in_units.copy_(self.actor.in_units(self.actions))
+
+    def choose_actions(self):
+        """Draw noise and compute actions: one CUDA graph."""
+        self.acting_noise.normal_()
+        self.compute_actions()
+
+    @torch.no_grad()
+    def store_step(self):
+        """Store a step: `obs`, `actions` and their `outcome`."""
+        next_obs, *flags = self.outcome.values()
+        self.replay.write(torch.cat((self.obs, self.actions, next_obs, torch.stack(flags, -1)), -1))
+        rewards, _, ended, valid = flags
+        self.episodes.count(rewards, ended, valid)
+        self.stds.copy_(torch.where(ended[:, None] == 1, self.new_stds, self.stds))
+
+    def store(self):
+        """Store a step and draw the noise of new episodes: one CUDA graph."""
+        self.new_stds.uniform_(self.args.std_min, self.args.std_max)
+        self.store_step()
+
+    def update_critics(self):
+        """Sample a batch, update the critics, and move the target critics toward them."""
+        batch = self.replay.sample(self.uniform, self.args.num_steps, self.args.gamma)
+        obs, next_obs = self.actor.normalizer(batch["obs"]), self.actor.normalizer(batch["next_obs"])
+        self.batch_obs.copy_(obs)
+        self.batch_valid.copy_(batch["valid"])
+
+        # critic loss: cross-entropy to the projected target distribution
+        with torch.no_grad(), self.autocast():
+            noise = (self.args.policy_noise * self.noise).clamp(-self.args.noise_clip, self.args.noise_clip)
+            next_actions = (self.actor.squashed(next_obs) + noise).clamp(-1, 1)  # target policy smoothing
+            next_logits = self.logits(self.target_critics, next_obs, next_actions)
+        with torch.no_grad():
+            target = self.target(next_logits.softmax(-1), batch["rewards"], batch["discounts"])
+        with self.autocast():
+            logits = self.logits(self.critics, obs, batch["actions"])
+        cross_entropy = -(target * logits.log_softmax(-1)).sum(-1)  # (NUM_CRITICS, batch)
+        qf_loss = masked_mean(cross_entropy.sum(0), batch["valid"])
+        q_values = masked_mean(self.mean(logits.softmax(-1)).mean(0), batch["valid"])
+        self.log(q_values=q_values, qf_loss=qf_loss)
+        self.optimizers["critics"].step(qf_loss)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.target_critics.values()), list(self.critics.values()), self.args.tau)
+
+    def target(self, probabilities, rewards, discounts):
+        """The target distribution (batch, num_atoms), from those of the next values (NUM_CRITICS, batch, num_atoms)."""
+        returns = (rewards[:, None] + discounts[:, None] * self.atoms).clamp(-self.args.v_max, self.args.v_max)
+        first, second = (probabilities * returns).sum(-1)  # the means, which projection does not change
+        smaller = torch.where((first <= second)[:, None], *probabilities)  # clipped double Q-learning
+        return self.project(smaller, returns)
+
+    def project(self, probabilities, returns):
+        """Share `probabilities` of `returns`, both (batch, num_atoms), between the two atoms around each return.
+
+        An atom's share falls linearly with its distance. As a sum over returns it takes no atomics, which would make
+        results random on a GPU. In compiled code the (batch, num_atoms, num_atoms) shares need no memory.
+        """
+        spacing = 2 * self.args.v_max / (self.args.num_atoms - 1)
+        distances = (returns[:, None, :] - self.atoms[:, None]).abs() / spacing
+        return ((1 - distances).clamp(min=0) * probabilities[:, None, :]).sum(-1)
+
+    def mean(self, probabilities):
+        """The mean return of distributions (..., num_atoms)."""
+        return (probabilities * self.atoms).sum(-1)
+
+    def logits(self, critics, obs, actions):
+        """The distributions of both critics, as logits (NUM_CRITICS, batch, num_atoms)."""
+        inputs = (obs[:, -self.critic_dim :], actions)
+        return vmap(lambda weights: functional_call(self.critic, weights, inputs), randomness="different")(critics)
+
+    def update_actor(self):
+        """Update the actor on the batch of the last update of the critics."""
+        # actor loss: the smaller mean of both critics
+        critics = {name: weights.detach() for name, weights in self.critics.items()}
+        with self.autocast():
+            logits = self.logits(critics, self.batch_obs, self.actor.squashed(self.batch_obs))
+        actor_loss = -masked_mean(self.mean(logits.softmax(-1)).amin(0), self.batch_valid)
+        self.log(actor_loss=actor_loss)
+        self.optimizers["actor"].step(actor_loss)
+
+    def learn(self, phase):
+        """Store a step and make all of its updates: one CUDA graph. The actor's last update was `phase` updates ago."""
+        self.new_stds.uniform_(self.args.std_min, self.args.std_max)
+        self.store_step()
+        for update in range(phase + 1, phase + 1 + self.args.updates_per_step):
+            self.uniform.uniform_()
+            self.noise.normal_()
+            self.update_critics()
+            if update % self.args.policy_frequency == 0:
+                self.update_actor()
+
+    def act(self, obs):
+        """Actions with exploration noise, in the environment's units, for `obs` (num_envs, width)."""
+        self.obs.copy_(obs)
+        self.choose_actions()
+        return self.actions_in_units.clone()
+
+    def observe(self, *columns):
+        """Take the outcome of the last actions, as returned by `DeviceEnvs.step`. Call `store` or `update` next."""
+        for buffer, column in zip(self.outcome.values(), columns, strict=True):
+            buffer.copy_(column)
+
+    def update(self):
+        """Store the last step, and launch its updates. On a CUDA device they may still be running when this returns."""
+        self.learn_in_phase[self.updates % self.args.policy_frequency]()
+        self.updates += self.args.updates_per_step
+
+    def anneal(self, progress):
+        """Set the learning rates, which follow a cosine; `progress` grows from 0 to 1 over the run."""
+        for name, optimizer in self.optimizers.items():
+            optimizer.lr.fill_(learning_rate(self.args, name, progress))
+
+    def autocast(self):
+        """A context that computes matmuls in bfloat16 if --bf16 is set."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.args.bf16)
+
+    def compiled(self, function):
+        """Compile `function`, which takes and returns nothing, if --compile is set."""
+        if not self.args.compile:
+            return function
+        torch._dynamo.reset()  # otherwise code compiled for another learner could be reused
+        torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+        torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
+        options = torch._inductor.list_mode_options(self.args.compile_mode)
+        options["guard_filter_fn"] = needed_guards
+        if self.device.type == "cuda":
+            options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
+        return torch.compile(function, fullgraph=True, options=options)
+
+    def captured(self, function):
+        """Capture `function`, which takes and returns nothing, as a CUDA graph if --cudagraphs is set."""
+        if not self.args.cudagraphs:
+            return function
+        logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
+        return CudaGraphModule(function, warmup=3)  # captures at the third call, after all compilation
+
+    def log(self, **scalars):
+        """Store scalars for the log, always in the same memory.
+
+        Store values before the optimizer changes weights that they depend on: compiled code may compute them late.
+        """
+        for name, value in scalars.items():
+            self.scalars[name].copy_(value.detach())
+
+    def losses(self):
+        """Losses of the last update, and statistics of the episodes since the last call, by name. Waits for both."""
+        values = self.scalars | self.episodes.read()
+        return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+
+    def policy(self):
+        """A copy of the deterministic policy on the CPU, and example inputs."""
+        return copy.deepcopy(self.actor).cpu().eval(), (torch.zeros(2, self.actor_dim),)
+
+    def tensors(self):
+        """All tensors that updates change, except the replay buffer. Tensors missing here are not saved."""
+        networks = {"actor": self.actor.state_dict(), "critics": self.critics, "target_critics": self.target_critics}
+        optimizers = {name: optimizer.tensors() for name, optimizer in self.optimizers.items()}
+        return {"networks": networks, "optimizers": optimizers, "stds": self.stds}
+
+    def state_dict(self):
+        """All state needed to resume."""
+        return self.tensors() | {
+            "replay": self.replay.state_dict(),
+            "updates": self.updates,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": [torch.cuda.get_rng_state()] if self.device.type == "cuda" else [],
+        }
+
+    def load_state_dict(self, state):
+        """Restore a `state_dict`."""
+        tensors = self.tensors()
+        load_tensors(tensors, {name: state[name] for name in tensors})
+        self.replay.load_state_dict(state["replay"])
+        self.updates = state["updates"]
+        torch.set_rng_state(state["rng"])
+        torch.cuda.set_rng_state_all(state["cuda_rng"])
+
+
+def needed_guards(guards):
+    """Drop guards on layers and globals: calls are faster, but changes to layers and globals go unnoticed."""
+    not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
+    not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
+    return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
+
+
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) for use in compiled functions, as in `Adam` of SAC and TD3.
+
+    To change the learning rate, call `lr.fill_(value)`.
+    """
+
+    beta1, beta2, eps = 0.9, 0.999, 1e-8
+
+    def __init__(self, weights, lr, weight_decay):
+        self.weights = [w for w in weights if w.requires_grad]
+        self.m = [torch.zeros_like(w) for w in self.weights]
+        self.v = [torch.zeros_like(w) for w in self.weights]
+        device = self.weights[0].device
+        self.lr = torch.tensor(lr, device=device)
+        self.weight_decay = weight_decay
+        self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
+        self.one = torch.ones_like(self.rates)
+        self.corrections = torch.zeros_like(self.rates)  # for bias, 1 - beta**t: moving averages of ones
+
+    @torch.no_grad()
+    def step(self, loss):
+        """Update the weights in place by the gradient of `loss`, and shrink them."""
+        gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for weights not in the loss
+        self.corrections.lerp_(self.one, self.rates)
+        torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
+        torch._foreach_mul_(self.v, self.beta2)
+        torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
+        torch._foreach_mul_(self.weights, 1 - self.lr * self.weight_decay)
+
+        # weights -= lr * (m / correction1) / (sqrt(v / correction2) + eps), with all scalars in the denominator
+        correction1, correction2 = self.corrections.unbind()
+        root = correction2.sqrt()
+        denominator = torch._foreach_sqrt(self.v)
+        torch._foreach_add_(denominator, self.eps * root, alpha=1)  # without `alpha`, the host would wait
+        torch._foreach_mul_(denominator, correction1 / (self.lr * root))
+        torch._foreach_addcdiv_(self.weights, self.m, denominator, -1)
+
+    def tensors(self):
+        """The state that a resumed run needs."""
+        return {"m": self.m, "v": self.v, "corrections": self.corrections}
+
+
+class DeviceNStepReplayBuffer:
+    """Steps of all environments on the device, (size, num_envs, width). The newest overwrite the oldest."""
+
+    def __init__(self, size, num_envs, widths, device):
+        """`widths` are those of a step's columns, by name."""
+        self.rows = torch.empty(size, num_envs, sum(widths.values()), device=device)
+        columns = self.rows.flatten(0, 1).split(list(widths.values()), -1)  # the same memory
+        self.columns = dict(zip(widths, columns, strict=True))
+        self.stored = torch.zeros((), dtype=torch.int64, device=device)  # steps of each environment stored so far
+
+    def write(self, row):
+        """Store a step of all environments, (num_envs, width)."""
+        self.rows.index_copy_(0, (self.stored % len(self.rows))[None], row[None])
+        self.stored.add_(1)
+
+    def sample(self, uniform, num_steps, gamma):
+        """Pick steps by the random numbers `uniform` (batch,) in [0, 1), equally many of each environment.
+
+        Returns columns (batch, ...) by name, with returns over `num_steps` steps or to the episode's end. "discounts"
+        multiply the value of "next_obs".
+        """
+        size, num_envs, _ = self.rows.shape
+        count = self.stored.clamp(max=size) - num_steps + 1
+        starts = (self.stored - size).clamp(min=0) + (uniform * count).long()
+        envs = torch.arange(len(uniform), device=uniform.device) % num_envs
+        offsets = torch.arange(num_steps, device=uniform.device)
+        places = (starts[:, None] + offsets) % size * num_envs + envs[:, None]  # (batch, num_steps)
+
+        rewards, ended = (self.columns[name].squeeze(-1)[places] for name in ("rewards", "ended"))
+        reached = ((ended.cumsum(-1) - ended) == 0).float()  # no earlier step has ended the episode
+        steps = reached.sum(-1)
+        first, last = places[:, 0], places.gather(1, steps.long()[:, None] - 1).squeeze(-1)
+        obs, actions, valid = (self.columns[name][first] for name in ("obs", "actions", "valid"))
+        next_obs, terminated = (self.columns[name][last] for name in ("next_obs", "terminated"))
+        return {
+            "obs": obs,
+            "actions": actions,
+            "next_obs": next_obs,
+            "rewards": (reached * gamma**offsets * rewards).sum(-1),
+            "discounts": gamma**steps * (1 - terminated.squeeze(-1)),
+            "valid": valid.squeeze(-1),
+        }
+
+    def state_dict(self):
+        """A copy of the filled part, and the count."""
+        return {"rows": self.rows[: self.stored].to("cpu", copy=True), "stored": self.stored}
+
+    def load_state_dict(self, state):
+        """Restore a `state_dict`."""
+        self.rows[: len(state["rows"])] = state["rows"]
+        self.stored.copy_(state["stored"])
+
+
+def load_tensors(tensors, saved):
+    """Copy `saved` into `tensors`, nested dictionaries of one structure, in place: CUDA graphs stay valid."""
+
+    def load(tensor, value):
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            raise ValueError(f"{value.dtype} {tuple(value.shape)} instead of {tensor.dtype} {tuple(tensor.shape)}")
+        tensor.detach().copy_(value)
+
+    tree_map(load, tensors, saved)
+
+
+class EpisodeCounter:
+    """Counts returns and lengths of episodes on the device."""
+
+    def __init__(self, num_envs, device):
+        self.current = torch.zeros(num_envs, 2, device=device)  # return and length of the episodes in progress
+        self.totals = torch.zeros(3, device=device)  # number, returns and lengths of those that ended since `read`
+
+    def count(self, rewards, ended, valid):
+        """Count a step; arguments are (num_envs,), and steps where `valid` is 0 do not count."""
+        self.current.add_(torch.stack((rewards * valid, valid), -1))
+        over = self.current * ended[:, None]
+        self.totals.add_(torch.cat((ended.sum(0, keepdim=True), over.sum(0))))
+        self.current.sub_(over)
+
+    def read(self):
+        """The number of episodes that ended since the last call, and their mean return and length, by name."""
+        number, returns, lengths = self.totals.clone()
+        self.totals.zero_()
+        at_least_1 = number.clamp(min=1)
+        return {"episodes": number, "episodic_return": returns / at_least_1, "episodic_length": lengths / at_least_1}
+
+
+def masked_mean(values, valid):
+    """The mean of `values` (batch,) where `valid` (batch,) is 1; 0 if it is 1 nowhere."""
+    return (values * valid).sum() / valid.sum().clamp(min=1)
+
+
+def learning_rate(args, name, progress):
+    """The learning rate of "actor" or "critics", on half a cosine over the run."""
+    flag = f"{name.removesuffix('s')}_learning_rate"
+    start, end = getattr(args, flag), getattr(args, f"{flag}_end")
+    return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def train(args):
+    """Train an agent."""
+    device, folder = prepare(args)
+    if args.cudagraphs and device.type == "cpu":
+        print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
+        args.cudagraphs = False
+    if args.compile and device.type == "cpu" and " " in torch.__file__ + tempfile.gettempdir():
+        remedy = f"give torch and TMPDIR paths without a space, not {torch.__file__} and {tempfile.gettempdir()}"
+        refuse("compile", True, remedy)
+    check_sizes(args)
+    envs = make_device_envs(args, device)
+    learner = FastTD3(args, envs, device)
+    with DeviceRun(args, folder, envs, learner) as run:
+        obs = envs.reset(args.seed + run.step)
+        learner.anneal(run.step / args.total_timesteps)
+        while run.unfinished():
+            actions = learner.act(obs)
+            obs, *outcome = envs.step(actions)
+            learner.observe(*outcome)
+            run.advance(1)
+            if run.step <= args.learning_starts * args.num_envs:
+                learner.store()
+            else:
+                learner.update()
+                if run.step // args.num_envs % LOG_INTERVAL == 0:
+                    learner.anneal(run.step / args.total_timesteps)
+                    run.log(learner.losses())
+
+
+def check_sizes(args):
+    """Refuse sizes with which the critics cannot learn."""
+    if args.num_atoms < 2:
+        refuse("num_atoms", args.num_atoms, "give at least 2")
+    if args.v_max == 0:
+        refuse("v_max", args.v_max, "give the largest return that the critics should represent")
+    longest = min(args.learning_starts + 1, args.buffer_size)
+    if args.num_steps > longest:
+        refuse("num_steps", args.num_steps, f"give at most {longest}, or raise --learning-starts and --buffer-size")
+
+
+def action_bounds(args, envs):
+    """The bounds of actions, each (act_dim,); `action_bound` where the environment sets none."""
+    space = envs.single_action_space
+    low, high = torch.tensor(space.low, dtype=torch.float32), torch.tensor(space.high, dtype=torch.float32)
+    low[low < -1e30] = -args.action_bound  # float32 overflows near 3e38
+    high[high > 1e30] = args.action_bound
+    return low, high
+
+
+class DeviceEnvs(gym.vector.VectorWrapper):
+    """Environments that take and return tensors on one device. Hides their autoreset mode.
+
+    A row of observations holds the policy's, followed by the critic's if it has its own.
+    """
+
+    def __init__(self, envs, names):
+        super().__init__(envs)
+        self.names = names  # of the observations, None if they are no dictionary
+        self.mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)  # gymnasium's default
+        space = envs.single_observation_space
+        dims = [space[name].shape[0] for name in names] if names else space.shape
+        self.actor_dim, self.critic_dim, self.width = dims[0], dims[-1], sum(dims)
+
+    def rows(self, obs):
+        """Observations as a tensor (num_envs, width), copied: an environment may reuse its memory."""
+        return torch.cat([obs[name] for name in self.names] if self.names else [obs], -1).float()
+
+    def reset(self, seed):
+        """Start all episodes; returns observations."""
+        obs, _ = self.env.reset(seed=seed)
+        self.obs = self.rows(obs)
+        self.valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.obs.device)
+        return self.obs
+
+    def step(self, actions):
+        """Returns `obs` to act on, and columns of transitions: next_obs, rewards, terminated, ended, valid.
+
+        Where an episode ends, next_obs is its last observation, and obs the first of the next episode. The value of
+        next_obs is bootstrapped at a truncation. Where `valid` is false, there is no transition.
+        """
+        obs, rewards, terminated, truncated, infos = self.env.step(actions)
+        next_obs = obs = self.rows(obs)
+        ended = terminated | truncated
+        valid = self.valid
+        if self.mode == AutoresetMode.SAME_STEP:
+            # without `final_obs`, the observation before the step is the last one known
+            final_obs = self.rows(infos["final_obs"]) if "final_obs" in infos else self.obs
+            next_obs = torch.where(ended[:, None], final_obs, obs)
+        elif self.mode == AutoresetMode.NEXT_STEP:
+            self.valid = ~ended  # the next step only resets
+        else:
+            obs, _ = self.env.reset(options={"reset_mask": ended})
+            obs = self.rows(obs)
+        self.obs = obs
+        return obs, next_obs, rewards.float(), terminated, ended, valid
+
+
+def make_device_envs(args, device):
+    """Make `num_envs` environments. Those of NumPy and JAX arrays are converted."""
+    try:
+        envs = gym.make_vec(args.env_id, num_envs=args.num_envs)
+        obs, _ = envs.reset(seed=args.seed)
+        example = tree_leaves(obs)[0]
+        if isinstance(example, np.ndarray):
+            envs = gym.wrappers.vector.NumpyToTorch(envs, device)
+        elif not torch.is_tensor(example):
+            envs = gym.wrappers.vector.JaxToTorch(envs, device)
+        elif example.device.type != device.type:
+            refuse("cuda", args.cuda, f"{args.env_id} is on {example.device}, the learner would be on {device}")
+    except (gym.error.Error, ImportError) as error:
+        refuse("env_id", args.env_id, error)
+    space = envs.single_observation_space
+    names = [name for name in ("policy", "critic") if name in obs] if isinstance(obs, dict) else None
+    spaces = [space[name] for name in names] if names else [space]
+    if not all(isinstance(space, gym.spaces.Box) and len(space.shape) == 1 for space in spaces) or names == ["critic"]:
+        refuse("env_id", args.env_id, f"observations must be vectors or a dictionary with policy, not {space}")
+    actions = envs.single_action_space
+    if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
+        refuse("env_id", args.env_id, f"actions must be vectors of floats, not {actions}")
+    return DeviceEnvs(envs, names)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def parse_args():
+    """Parse the command line. With --resume, the checkpoint's flags are the defaults."""
+    args = tyro.cli(Args, description=__doc__)
+    if args.resume is not None:
+        saved = load_checkpoint(args.resume).get("args", {})
+        defaults = {name: value for name, value in saved.items() if name in vars(args)}
+        args = tyro.cli(Args, default=Args(**defaults), description=__doc__)
+    return args
+
+
+def refuse(name, value, remedy):
+    """Exit with code 2 and one line that names the argument, its value and the remedy."""
+    remedy = " ".join(str(remedy).split())
+    print(f"error: --{name.replace('_', '-')} {value}: {remedy}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def prepare(args):
+    """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
+    for name, value in vars(args).items():
+        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            refuse(name, value, f"give a number from {low} to {high}")
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
+    torch.set_float32_matmul_precision(args.matmul_precision)
+    if args.threads > os.cpu_count():
+        refuse("threads", args.threads, f"this machine has {os.cpu_count()} cores")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    return device, Path(args.run_dir).absolute() / name.replace("/", "_").replace(":", "_")
+
+
+def load_checkpoint(resume):
+    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
+    path = Path(resume)
+    if path.is_dir():
+        path = path / "checkpoint.pt"
+    try:
+        if zipfile.ZipFile(path).testzip() is not None:
+            raise ValueError("its checksum is wrong")  # torch.load does not check it
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+    except Exception as error:
+        refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
+
+
+def all_finite(state):
+    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
+    return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
+
+
+def replace_file(path, write):
+    """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise SystemExit(f"error: could not write {path}: is the disk full? ({error})") from error
+
+
+class ProgressBar(tqdm):
+    """A progress bar that tolerates a closed stderr."""
+
+    def display(self, *args, **kwargs):
+        with suppress(OSError):
+            super().display(*args, **kwargs)
+
+
+class Run:
+    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
+
+    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
+    they are after an error.
+    """
+
+    def __init__(self, args, folder, envs, learner):
+        self.args = args
+        self.folder = folder
+        self.envs = envs
+        self.learner = learner
+        self.step = 0
+        self.episodes = 0
+        self.recent_returns = deque(maxlen=20)
+        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
+        self.lengths = np.zeros(args.num_envs, int)
+        self.signal = None
+        self.diverged = False
+        self.pid = os.getpid()
+        if args.resume is not None:
+            self.restore(load_checkpoint(args.resume))
+        self.log_step = self.saved_step = self.step
+        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
+        self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
+        self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
+        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        try:
+            self.make_folder()
+        except OSError as error:
+            refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
+        if args.track:
+            import wandb
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+        self.writer = SummaryWriter(folder)
+        size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
+        self.bar = ProgressBar(**size, disable=sys.stderr is None)
+        self.start_time = self.log_time = time.perf_counter()
+
+    def make_folder(self):
+        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
+        if not (self.folder / "config.json").exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
+            shutil.copy(__file__, self.folder)
+
+    def restore(self, checkpoint):
+        """Restore the run from a checkpoint."""
+        try:
+            for name in FIXED:
+                if getattr(self.args, name) != checkpoint["args"][name]:
+                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
+            if not all_finite(checkpoint["learner"]):
+                raise ValueError("it holds NaN or inf")
+            self.learner.load_state_dict(checkpoint["learner"])
+            self.step = checkpoint["global_step"]
+            self.episodes = checkpoint["episodes"]
+            self.recent_returns.extend(checkpoint["returns"])
+        except Exception as error:
+            refuse("resume", self.args.resume, f"this checkpoint does not fit the script: {error!r}")
+        if self.step >= self.args.total_timesteps:
+            refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
+
+    def __enter__(self):
+        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
+        return self
+
+    def on_signal(self, number, frame):
+        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
+        if os.getpid() != self.pid:
+            os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
+        if self.signal is None:
+            self.signal = number
+            self.signal_time = time.perf_counter()
+        elif time.perf_counter() > self.signal_time + 1:
+            raise KeyboardInterrupt
+
+    def unfinished(self):
+        """Whether to continue. Saves a checkpoint first if one is due."""
+        if self.step >= self.args.total_timesteps or self.signal is not None:
+            return False  # `__exit__` saves the last checkpoint
+        interval = self.args.checkpoint_interval
+        if interval and self.step // interval > self.saved_step // interval:
+            self.save()
+        return True
+
+    def advance(self, rewards, ended):
+        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
+        self.step += self.args.num_envs
+        self.returns += rewards
+        self.lengths += 1
+        for i in ended.nonzero()[0]:
+            self.make_folder()
+            self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
+            self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
+            self.recent_returns.append(float(self.returns[i]))
+            self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
+            self.episodes += 1
+            self.returns[i] = self.lengths[i] = 0
+        self.bar.update(self.args.num_envs)
+
+    def log(self, losses):
+        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
+        self.make_folder()
+        now = time.perf_counter()
+        self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
+        self.log_step = self.step
+        self.log_time = now
+        for name, value in losses.items():
+            self.writer.add_scalar(f"losses/{name}", value, self.step)
+            if "loss" in name and not math.isfinite(value):
+                self.end_at_nan(f"{name} is {value}")
+
+    def end_at_nan(self, what):
+        """End the run with exit code 1. The last checkpoint, if there is one, is kept."""
+        self.diverged = True
+        causes = "NaN in observations or rewards, or too high a learning rate"
+        raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
+
+    def save(self):
+        """Write checkpoint.pt and policy.pt2."""
+        state = self.learner.state_dict()
+        if not all_finite(state):
+            self.end_at_nan("the checkpoint would hold NaN or inf")
+        self.make_folder()
+        checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
+        checkpoint |= {"returns": list(self.recent_returns), "learner": state}
+        replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
+        self.saved_step = self.step
+        policy, inputs = self.learner.policy()
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
+        replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
+
+    def close(self):
+        """Write summary.json; close environments and logs."""
+        results = {"global_step": self.step, "episodes": self.episodes}
+        results["wall_seconds"] = time.perf_counter() - self.start_time
+        finite = [value for value in self.recent_returns if math.isfinite(value)]
+        results["episodic_return"] = float(np.mean(finite)) if finite else None
+        summary = json.dumps(self.config | results, indent=2)
+        with suppress(OSError):  # stderr may be closed
+            self.bar.close()
+        with suppress(Exception):  # an environment that fails to close must not fail the run
+            self.envs.close()
+        self.make_folder()
+        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
+        self.writer.close()
+
+    def __exit__(self, kind, error, traceback):
+        try:
+            if not self.diverged and kind is not KeyboardInterrupt:  # a second Ctrl-C
+                self.save()
+        finally:
+            self.close()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        if self.signal is not None and kind in (None, KeyboardInterrupt):
+            raise SystemExit(128 + self.signal)
+        if kind is SystemExit and not self.diverged:
+            raise SystemExit(f"error: step {self.step}: the environment ended the program with sys.exit({error.code})")
+
+
+class DeviceRun(Run):
+    """A run whose episodes are counted on the device and logged as means, with the losses."""
+
+    def advance(self, steps):
+        """Count `steps` steps of all environments."""
+        self.step += steps * self.args.num_envs
+        self.bar.update(steps * self.args.num_envs)
+
+    def log(self, losses):
+        """Log losses, and the episodes that ended since the last log (`EpisodeCounter.read`)."""
+        losses = dict(losses)
+        episodes, mean_return, length = (
+            losses.pop(name) for name in ("episodes", "episodic_return", "episodic_length")
+        )
+        if episodes:
+            self.make_folder()
+            self.writer.add_scalar("charts/episodic_return", mean_return, self.step)
+            self.writer.add_scalar("charts/episodic_length", length, self.step)
+            self.recent_returns.append(mean_return)
+            self.bar.set_postfix({"return": f"{mean_return:.1f}"}, refresh=False)
+            self.episodes += int(episodes)
+        super().log(losses)
+
+
+if __name__ == "__main__":
+    train(parse_args())
+
+# `uv run` reads and installs these requirements (PEP 723).
+# /// script
+# requires-python = ">=3.11,<3.15"
+# dependencies = [
+#     "torch>=2.11,<2.16", "tensordict>=0.12,<0.16", "gymnasium>=1.1,<2", "numpy>=1.26,<3",
+#     "tyro>=1.0,<2", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.20",
+# ]
+# ///
