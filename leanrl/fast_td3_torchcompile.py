@@ -132,7 +132,7 @@ class ObsNormalizer(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))  # not (): compiled code may lose its changes
         self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(width, dtype=torch.float64))
 
@@ -227,6 +227,7 @@ class FastTD3:
         self.batch_obs = torch.zeros(batch_size, envs.width, device=device)
         self.batch_valid = torch.zeros(batch_size, device=device)
 
+        # at most one of these may be decorated with no_grad: Dynamo would take the code of one for the other's
         self.compute_actions = self.compiled(self.compute_actions)
         self.store_step = self.compiled(self.store_step)
         self.update_critics = self.compiled(self.update_critics)
@@ -250,7 +251,6 @@ class FastTD3:
         self.acting_noise.normal_()
         self.compute_actions()
 
-    @torch.no_grad()
     def store_step(self):
         """Store a step: `obs`, `actions` and their `outcome`."""
         next_obs, *flags = self.outcome.values()

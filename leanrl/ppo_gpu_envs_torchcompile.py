@@ -102,7 +102,7 @@ class ObsNormalizer(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))  # not (): compiled code may lose its changes
         self.register_buffer("mean", torch.zeros(width, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(width, dtype=torch.float64))
 
@@ -197,6 +197,7 @@ class PPO:
         self.minibatch = torch.zeros(batch_size // args.num_minibatches, sum(self.batch_widths), device=device)
         self.orders = torch.zeros(args.update_epochs, batch_size, dtype=torch.int64, device=device)
 
+        # at most one of these may be decorated with no_grad: Dynamo would take the code of one for the other's
         self.decide = self.captured(self.compiled(self.decide))
         self.note = self.captured(self.compiled(self.note))
         self.update_minibatch = self.compiled(self.update_minibatch)
@@ -307,7 +308,6 @@ class PPO:
         self.decide()
         return self.actions.clone()
 
-    @torch.no_grad()
     def note(self):
         """Store `outcome` in step `t` of the rollout, and go on to the next."""
         obs, next_obs, rewards, terminated, ended, valid = self.outcome.split((self.widths[0], *self.widths[2:]), -1)
