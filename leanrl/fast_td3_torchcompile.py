@@ -564,8 +564,11 @@ def masked_mean(values, valid):
 
 def learning_rate(args, name, progress):
     """The learning rate of "actor" or "critics", on half a cosine over the run."""
-    flag = f"{name.removesuffix('s')}_learning_rate"
-    start, end = getattr(args, flag), getattr(args, f"{flag}_end")
+    bounds = {
+        "actor": (args.actor_learning_rate, args.actor_learning_rate_end),
+        "critics": (args.critic_learning_rate, args.critic_learning_rate_end),
+    }
+    start, end = bounds[name]
     return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
 
 
