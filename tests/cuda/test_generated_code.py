@@ -22,7 +22,7 @@ if (reason := conftest.missing_interpreter()) is not None:
     pytest.skip(reason, allow_module_level=True)
 from generated_cuda import KERNEL, call_of, compiled_for_cuda
 
-SCRIPTS = TURBO | TURBO_ON_DEVICE | {"ppo_lstm": ppo_lstm_torchcompile}
+SCRIPTS = TURBO | {"ppo_gpu": TURBO_ON_DEVICE["ppo_gpu"], "ppo_lstm": ppo_lstm_torchcompile}
 FUNCTIONS = {  # that are compiled
     "sac": {"store_and_act", "update_critics", "update_actor", "update_targets"},
     "td3": {"store_and_act", "update_critics", "update_actor", "update_targets"},
