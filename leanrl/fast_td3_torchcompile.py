@@ -98,7 +98,7 @@ class Args:
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size", "updates_per_step", "policy_frequency")
-AT_LEAST_1 += ("num_steps", "critic_hidden_dim", "actor_hidden_dim")
+AT_LEAST_1 += ("num_steps", "num_atoms", "critic_hidden_dim", "actor_hidden_dim")
 AT_MOST_1 = ("gamma", "tau")
 FIXED = ("env_id", "num_envs", "buffer_size", "critic_hidden_dim", "actor_hidden_dim", "num_atoms", "v_max")
 

@@ -226,7 +226,7 @@ def test_checkpoints_that_do_not_fit_are_refused(script, tmp_path, capsys):
         ({"resume": incomplete}, "--resume", "'updates'"),
     ]
     if "buffer_size" in tiny(script):
-        cases.append(({"resume": own, "buffer_size": 99}, "--buffer-size", "1000"))
+        cases.append(({"resume": own, "buffer_size": 99}, "--buffer-size", f"has {tiny(script)['buffer_size']}"))
     for kwargs, flag, word in cases:
         args = script.Args(**tiny(script) | {"total_timesteps": 500, "run_dir": str(tmp_path / "no")} | kwargs)
         line = refused(capsys, partial(script.train, args))

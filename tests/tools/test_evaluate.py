@@ -298,7 +298,7 @@ def test_a_copy_that_cannot_be_imported(make_run, capsys):
     [
         (":CartPole-v1", "Empty module name"),
         ("nothing_of_this_name:Foo-v0", "No module named 'nothing_of_this_name'"),
-        ("a:b:c", "too many values to unpack"),
+        ("a:b:c", "No module named 'a:b'"),
     ],
 )
 def test_an_environment_that_cannot_be_made(env_id, reason, make_run, capsys):
