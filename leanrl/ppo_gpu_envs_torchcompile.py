@@ -6,10 +6,11 @@ The updates are those of the plain version, ppo_gpu_envs.py. Why it is faster:
 2. Values and log-probabilities of a rollout are computed at once, and advantages in log2(num_steps) rounds
    (`PPO.make_batch`, `gae`).
 3. `--compile` compiles acting, recording, and a minibatch's forward, backward, clipping and Adam into one graph each.
+   For now on a CPU only: the CUDA code that it generates for a minibatch has not passed its test.
 4. `--cudagraphs` replays an iteration, from advantages to the last minibatch, as one CUDA graph (`PPO.learn`).
 5. The host reads once per iteration: losses and episodes. The learning rate is adapted on the device.
 
-    PYTHONPATH=. python leanrl/ppo_gpu_envs_torchcompile.py --compile --cudagraphs \
+    PYTHONPATH=. python leanrl/ppo_gpu_envs_torchcompile.py --cudagraphs \\
         --env-id environments.mujoco_warp:warp/HalfCheetah-v5
 """
 
