@@ -229,14 +229,13 @@ class PPO:
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
         ratio = log_ratio.detach().exp()
         clipped = ((ratio - 1).abs() > self.args.clip_coef).float()
-        approx_kl = masked_mean(
-            ratio - 1 - log_ratio.detach(), rows["valid"]
-        )  # http://joschu.net/blog/kl-approx.html, k3
-        self.adapt_learning_rate(approx_kl)
+        divergences = ratio - 1 - log_ratio.detach()  # http://joschu.net/blog/kl-approx.html, k3
+        approx_kl = masked_mean(divergences, rows["valid"])
         self.optimizers["agent"].zero_grad()
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(self.agent.parameters(), self.args.max_grad_norm)
         self.optimizers["agent"].step()
+        self.adapt_learning_rate(approx_kl)
         self.last_losses = {
             "policy_loss": policy_loss.detach(),
             "value_loss": value_loss.detach(),
@@ -247,7 +246,7 @@ class PPO:
         }
 
     def adapt_learning_rate(self, kl):
-        """Keep the KL divergence of a minibatch between half and twice --desired-kl, as rsl_rl does."""
+        """Set the rate of the next minibatch: its KL divergence is to be between half and twice --desired-kl."""
         group = self.optimizers["agent"].param_groups[0]
         if self.args.desired_kl is None:
             group["lr"] = self.args.learning_rate

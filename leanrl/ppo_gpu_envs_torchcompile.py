@@ -6,11 +6,10 @@ The updates are those of the plain version, ppo_gpu_envs.py. Why it is faster:
 2. Values and log-probabilities of a rollout are computed at once, and advantages in log2(num_steps) rounds
    (`PPO.make_batch`, `gae`).
 3. `--compile` compiles acting, recording, and a minibatch's forward, backward, clipping and Adam into one graph each.
-   For now on a CPU only: the CUDA code that it generates for a minibatch has not passed its test.
 4. `--cudagraphs` replays an iteration, from advantages to the last minibatch, as one CUDA graph (`PPO.learn`).
 5. The host reads once per iteration: losses and episodes. The learning rate is adapted on the device.
 
-    PYTHONPATH=. python leanrl/ppo_gpu_envs_torchcompile.py --cudagraphs \\
+    PYTHONPATH=. python leanrl/ppo_gpu_envs_torchcompile.py --compile --cudagraphs \\
         --env-id environments.mujoco_warp:warp/HalfCheetah-v5
 """
 
@@ -239,7 +238,7 @@ class PPO:
         errors = (self.agent.value(obs)[..., None] - returns).square()
         value_loss = 0.5 * masked_mean(errors, valid)
 
-        entropy = (log_std + 0.5 * (1 + math.log(2 * math.pi))).sum(-1).mean()
+        entropy = (log_std + 0.5 * (1 + math.log(2 * math.pi))).expand_as(actions).sum(-1).mean()
         return policy_loss, value_loss, entropy, log_ratio
 
     def update_minibatch(self):
@@ -249,7 +248,8 @@ class PPO:
         ratio = log_ratio.detach().exp()
         clipped = ((ratio - 1).abs() > self.args.clip_coef).float()
         valid = self.minibatch[:, -1:]
-        approx_kl = masked_mean(ratio - 1 - log_ratio.detach(), valid)  # http://joschu.net/blog/kl-approx.html, k3
+        divergences = ratio - 1 - log_ratio.detach()  # http://joschu.net/blog/kl-approx.html, k3
+        approx_kl = masked_mean(divergences, valid)
         self.store(
             policy_loss=policy_loss,
             value_loss=value_loss,
@@ -257,14 +257,14 @@ class PPO:
             approx_kl=approx_kl,
             clipfrac=masked_mean(clipped, valid),
         )
-        self.adapt_learning_rate(approx_kl)
         gradient = self.optimizers["agent"].gradient(loss)
         grad_norm = self.optimizers["agent"].step(gradient)
         self.store(grad_norm=grad_norm)
+        self.adapt_learning_rate(approx_kl)  # after the step, with which inductor's CUDA code would race
 
     @torch.no_grad()
     def adapt_learning_rate(self, kl):
-        """Keep the KL divergence of a minibatch between half and twice --desired-kl, as rsl_rl does."""
+        """Set the rate of the next minibatch: its KL divergence is to be between half and twice --desired-kl."""
         if self.args.desired_kl is None:
             return
         direction = (kl < self.args.desired_kl / 2).float() - (kl > 2 * self.args.desired_kl).float()

@@ -264,10 +264,14 @@ class Math:
 
 
 class CheckedMemory:
-    """Restricts loads and stores of Triton's interpreter to the tensors of the kernel."""
+    """Restricts loads and stores of Triton's interpreter to the tensors of the kernel, and finds races.
+
+    The blocks of a kernel run in any order on a GPU, so none may store to an address that another one uses.
+    """
 
     def __init__(self):
         self.ranges = np.empty((0, 2), np.int64)
+        self.used = []  # (is a store, block, addresses) of the kernel that runs
         for name in ("create_masked_load", "create_masked_store"):
             setattr(interpreter.InterpreterBuilder, name, self.checked(getattr(interpreter.InterpreterBuilder, name)))
 
@@ -275,7 +279,10 @@ class CheckedMemory:
         def call(builder, pointers, *args):
             mask = args[1] if "store" in access.__name__ else args[0]
             size = pointers.get_element_ty().primitive_bitwidth // 8
-            self.check(pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].astype(np.int64), size)
+            addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].astype(np.int64)
+            self.check(addresses, size)
+            if addresses.size:
+                self.used.append(("store" in access.__name__, builder.grid_idx, addresses))
             return access(builder, pointers, *args)
 
         call.__name__ = access.__name__
@@ -298,10 +305,27 @@ class CheckedMemory:
         storages = [tensor.untyped_storage() for tensor in tensors]
         ranges = {(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages}
         outer, self.ranges = self.ranges, np.array(sorted(ranges), np.int64).reshape(-1, 2)
+        self.used = []
         try:
             yield
+            self.check_order()
         finally:
             self.ranges = outer
+
+    def check_order(self):
+        """Raise an error if a block stored to an address that another one used."""
+        blocks = {block: i for i, block in enumerate(sorted({block for _, block, _ in self.used}))}
+        if len(blocks) < 2:
+            return
+        stores = [(addresses, blocks[block]) for is_store, block, addresses in self.used if is_store]
+        stored = np.concatenate([addresses for addresses, _ in stores])
+        owners = np.concatenate([np.full(addresses.shape, owner) for addresses, owner in stores])
+        order = np.argsort(stored)
+        stored, owners = stored[order], owners[order]
+        for _, block, addresses in self.used:
+            places = np.searchsorted(stored, addresses).clip(max=len(stored) - 1)
+            if ((stored[places] == addresses) & (owners[places] != blocks[block])).any():
+                raise RuntimeError("a block of a kernel stores to an address that another block uses")
 
 
 class Kernel:

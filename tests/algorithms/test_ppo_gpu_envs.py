@@ -338,9 +338,9 @@ def check_turbo(script, variant="", plain_script=PLAIN, mode="eager", **settings
         assert values["episodes"] > 0
     tensors = dict(plain.agent.state_dict())
     ours = dict(turbo.agent.state_dict())
-    assert_close_in_norm(ours, tensors, 1e-4)
+    assert_close_in_norm(ours, tensors, 1e-4, least=1e-6)  # log_std is close to 0
     return max(
-        ((ours[name] - tensor).norm() / tensor.norm().clamp(min=1e-9)).item() for name, tensor in tensors.items()
+        ((ours[name] - tensor).norm() / tensor.norm().clamp(min=1e-2)).item() for name, tensor in tensors.items()
     )
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import conftest
 import pytest
 import torch
-from conftest import TURBO, assert_same_state, leaves, saved
+from conftest import TURBO, TURBO_ON_DEVICE, assert_same_state, leaves, saved
 from copies import ROOT
 from emulated_cuda import emulated_cuda
 from tensordict.nn import CudaGraphModule
@@ -22,7 +22,7 @@ if (reason := conftest.missing_interpreter()) is not None:
     pytest.skip(reason, allow_module_level=True)
 from generated_cuda import KERNEL, call_of, compiled_for_cuda
 
-SCRIPTS = TURBO | {"ppo_lstm": ppo_lstm_torchcompile}
+SCRIPTS = TURBO | {"ppo_gpu": TURBO_ON_DEVICE["ppo_gpu"], "ppo_lstm": ppo_lstm_torchcompile}
 FUNCTIONS = {  # that are compiled
     "sac": {"store_and_act", "update_critics", "update_actor", "update_targets"},
     "td3": {"store_and_act", "update_critics", "update_actor", "update_targets"},
@@ -38,6 +38,7 @@ FUNCTIONS = {  # that are compiled
         "loss_back",
         "step",
     },
+    "ppo_gpu": {"decide", "note", "update_minibatch"},
     "ppo_atari": {"decide", "update_minibatch"},
     "dqn_atari": {"store_and_act", "learn"},
     "sac_atari": {"store_and_act", "learn"},
@@ -51,6 +52,7 @@ SHORT = {
     "dqn": {"total_timesteps": 80},
     "ppo": {"total_timesteps": 48},
     "ppo_lstm": {"num_steps": 4, "total_timesteps": 16},
+    "ppo_gpu": {"num_steps": 4, "total_timesteps": 48},
     "ppo_atari": {"num_steps": 4, "update_epochs": 1, "total_timesteps": 8},
     "pqn": {"total_timesteps": 72},
     "pqn_atari": {"num_steps": 4, "update_epochs": 3, "total_timesteps": 8},
@@ -60,6 +62,7 @@ SHORT = {
 }
 OTHERS = OTHERS | {"dqn_atari": OTHERS["dqn_atari"] | {"total_timesteps": 21}}  # with an update in each step
 OTHERS |= {"sac_atari": OTHERS["sac_atari"] | {"total_timesteps": 22}}
+OTHERS |= {"ppo_gpu": {"desired_kl": None, "env_id": "tests.torch_pendulum:ShortAsymmetric-v0"}}
 OTHERS |= {"ppo_lstm": {"env_id": "Unequal-v0", "cell": "gru", "target_kl": 1e-4}}
 QUICK = ("dqn",)
 
@@ -175,6 +178,23 @@ def test_what_torch_has_cached_for_the_cpu_is_not_taken():
         torch.compile(counter.count, options={})()
         assert counter.total.tolist() == [1.0] * 8
     assert len(programs.codes) == 1
+
+
+class Pair:
+    def __init__(self, device):
+        self.tensors = torch.zeros(2, 8, device=device).unbind()
+
+    def count(self):
+        torch._foreach_add_(self.tensors, 1)
+
+
+def test_blocks_that_wait_for_each_other_are_noticed():
+    """The second block of a kernel reads what the first one writes."""
+    edit = lambda code: re.sub(r"\.run\((arg\w+), arg\w+, ", r".run(\1, \1, ", code)  # noqa: E731
+    with emulated_cuda(late=False), compiled_for_cuda(edit=edit):
+        pair = Pair("cuda")
+        with pytest.raises(RuntimeError, match="another block"):
+            torch.compile(pair.count, options={})()
 
 
 class Scale:
