@@ -52,7 +52,7 @@ def refuse_population(given, script):
 
 def train(script, args, on_start=lambda run: None):
     """Call `script.train(args)`, and `on_start` with its Run after setup, before the first step."""
-    name = next(name for name in ("Population", "JointRun", "DeviceRun", "Run") if hasattr(script, name))
+    name = next(name for name in ("Population", "JointRun", "Run") if hasattr(script, name))
 
     class Watched(getattr(script, name)):
         def __enter__(self):

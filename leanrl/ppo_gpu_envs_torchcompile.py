@@ -521,7 +521,7 @@ def train(args):
     check_batch_size(args)
     envs = make_device_envs(args, device)
     learner = PPO(args, envs, device)
-    with DeviceRun(args, folder, envs, learner) as run:
+    with Run(args, folder, envs, learner) as run:
         learner.observe(envs.reset(args.seed + run.step))
         while run.unfinished():
             learner.start_rollout()
@@ -700,7 +700,7 @@ class Run:
     """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
 
     Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
-    they are after an error.
+    they are after an error. Episodes are counted on the device (`EpisodeCounter`) and logged as means, with the losses.
     """
 
     def __init__(self, args, folder, envs, learner):
@@ -711,8 +711,6 @@ class Run:
         self.step = 0
         self.episodes = 0
         self.recent_returns = deque(maxlen=20)
-        self.returns = np.zeros(args.num_envs)  # of the episodes in progress
-        self.lengths = np.zeros(args.num_envs, int)
         self.signal = None
         self.diverged = False
         self.pid = os.getpid()
@@ -786,28 +784,28 @@ class Run:
             self.save()
         return True
 
-    def advance(self, rewards, ended):
-        """Count a step of all environments. NumPy (num_envs,): `rewards`, `ended` where an episode is over."""
-        self.step += self.args.num_envs
-        self.returns += rewards
-        self.lengths += 1
-        for i in ended.nonzero()[0]:
-            self.make_folder()
-            self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
-            self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
-            self.recent_returns.append(float(self.returns[i]))
-            self.bar.set_postfix({"return": f"{np.mean(self.recent_returns):.1f}"}, refresh=False)
-            self.episodes += 1
-            self.returns[i] = self.lengths[i] = 0
-        self.bar.update(self.args.num_envs)
+    def advance(self, steps):
+        """Count `steps` steps of all environments."""
+        self.step += steps * self.args.num_envs
+        self.bar.update(steps * self.args.num_envs)
 
     def log(self, losses):
-        """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
+        """Log losses, the speed, and the episodes among `losses` by name. End the run if a loss is not finite."""
         self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
         self.log_step = self.step
         self.log_time = now
+        losses = dict(losses)
+        episodes, mean_return, length = (
+            losses.pop(name) for name in ("episodes", "episodic_return", "episodic_length")
+        )
+        if episodes:
+            self.writer.add_scalar("charts/episodic_return", mean_return, self.step)
+            self.writer.add_scalar("charts/episodic_length", length, self.step)
+            self.recent_returns.append(mean_return)
+            self.bar.set_postfix({"return": f"{mean_return:.1f}"}, refresh=False)
+            self.episodes += int(episodes)
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
             if "loss" in name and not math.isfinite(value):
@@ -863,30 +861,6 @@ class Run:
             raise SystemExit(f"error: step {self.step}: the environment ended the program with sys.exit({error.code})")
 
 
-class DeviceRun(Run):
-    """A run whose episodes are counted on the device and logged as means, with the losses."""
-
-    def advance(self, steps):
-        """Count `steps` steps of all environments."""
-        self.step += steps * self.args.num_envs
-        self.bar.update(steps * self.args.num_envs)
-
-    def log(self, losses):
-        """Log losses, and the episodes that ended since the last log (`EpisodeCounter.read`)."""
-        losses = dict(losses)
-        episodes, mean_return, length = (
-            losses.pop(name) for name in ("episodes", "episodic_return", "episodic_length")
-        )
-        if episodes:
-            self.make_folder()
-            self.writer.add_scalar("charts/episodic_return", mean_return, self.step)
-            self.writer.add_scalar("charts/episodic_length", length, self.step)
-            self.recent_returns.append(mean_return)
-            self.bar.set_postfix({"return": f"{mean_return:.1f}"}, refresh=False)
-            self.episodes += int(episodes)
-        super().log(losses)
-
-
 if __name__ == "__main__":
     train(parse_args())
 
@@ -895,6 +869,6 @@ if __name__ == "__main__":
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
 #     "torch>=2.11,<2.16", "tensordict>=0.12,<0.16", "gymnasium>=1.1,<2", "numpy>=1.26,<3",
-#     "tyro>=1.0,<2", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.20",
+#     "tyro>=1.0,<2", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.20", "array-api-compat>=1.12",
 # ]
 # ///

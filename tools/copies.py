@@ -5,8 +5,9 @@ python tools/copies.py leanrl/dqn.py                               # copy the sh
 python tools/copies.py --add needed_guards leanrl/td3_mine.py ...  # add a function or class that other scripts have
 
 Functions, classes and constants of the same name, types and helps of flags, and versions of packages are identical in
-all scripts. Networks and some flags are identical only in the plain and the turbo script of an algorithm. Exceptions
-are listed below. Only --add adds text to a script, and nothing removes any.
+all scripts. Networks and some flags are identical only in the plain and the turbo script of an algorithm. Scripts whose
+environments are on the device have a `Run` of their own. Exceptions are listed below. Only --add adds text to a script,
+and nothing removes any.
 """
 
 import ast
@@ -16,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+ON_DEVICE = {"ppo_gpu_envs", "fast_td3"}
 OWN = {"Args", "SAC", "TD3", "FastTD3", "PPO", "DQN", "PQN", "train"}
 OWN_CONSTANTS = {"AT_LEAST_1", "AT_MOST_1", "FIXED"}
 OWN_FLAGS = {"env_id", "total_timesteps", "num_envs", "threads", "resume", "checkpoint_interval", "capture_video"}
@@ -56,6 +58,8 @@ def shared(path, source):
     for name, (node, first, last) in definitions(source).items():
         if name not in OWN:
             key = (name, algorithm(path)) if is_network(node) else (name,)
+            if name == "Run" and twins(path) in ON_DEVICE:
+                key = (name, "on the device")
             places[key] = (starts[first], starts[last])
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

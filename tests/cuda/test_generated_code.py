@@ -22,7 +22,7 @@ if (reason := conftest.missing_interpreter()) is not None:
     pytest.skip(reason, allow_module_level=True)
 from generated_cuda import KERNEL, call_of, compiled_for_cuda
 
-SCRIPTS = TURBO | {"ppo_gpu": TURBO_ON_DEVICE["ppo_gpu"], "ppo_lstm": ppo_lstm_torchcompile}
+SCRIPTS = TURBO | TURBO_ON_DEVICE | {"ppo_lstm": ppo_lstm_torchcompile}
 FUNCTIONS = {  # that are compiled
     "sac": {"store_and_act", "update_critics", "update_actor", "update_targets"},
     "td3": {"store_and_act", "update_critics", "update_actor", "update_targets"},
@@ -44,6 +44,7 @@ FUNCTIONS = {  # that are compiled
     "sac_atari": {"store_and_act", "learn"},
     "pqn": {"update_minibatch"},
     "pqn_atari": {"decide", "update_minibatch"},
+    "fast_td3": {"compute_actions", "store_step", "update_critics", "update_actor"},
 }
 LEFT_TO_EAGER = {"convolution_backward"}  # operators that inductor does not generate: cuDNN's
 SHORT = {
@@ -59,11 +60,14 @@ SHORT = {
     "dqn_atari": {"learning_starts": 16, "total_timesteps": 28},
     # of a batch below 8, inductor 2.13 computes the logged alpha_loss with the new log_alpha
     "sac_atari": {"learning_starts": 16, "total_timesteps": 28, "batch_size": 8},
+    "fast_td3": {"total_timesteps": 64},
 }
 OTHERS = OTHERS | {"dqn_atari": OTHERS["dqn_atari"] | {"total_timesteps": 21}}  # with an update in each step
 OTHERS |= {"sac_atari": OTHERS["sac_atari"] | {"total_timesteps": 22}}
 OTHERS |= {"ppo_gpu": {"desired_kl": None, "env_id": "tests.torch_pendulum:ShortAsymmetric-v0"}}
 OTHERS |= {"ppo_lstm": {"env_id": "Unequal-v0", "cell": "gru", "target_kl": 1e-4}}
+OTHERS["fast_td3"] = {"env_id": "tests.torch_pendulum:ShortAsymmetric-v0", "num_steps": 1, "updates_per_step": 1}
+OTHERS["fast_td3"] |= {"total_timesteps": 72}  # each of two graphs of updates is replayed
 QUICK = ("dqn",)
 
 

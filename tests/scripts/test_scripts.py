@@ -25,7 +25,21 @@ def test_copies_are_in_sync():
     assert not copies.drifted({script: script.read_text() for script in SCRIPTS})
 
 
+def test_both_kinds_of_run_differ_only_where_they_count_episodes():
+    kinds = []
+    for script in ("dqn.py", "fast_td3.py"):
+        run, *_ = copies.definitions((copies.ROOT / "leanrl" / script).read_text())["Run"]
+        kinds.append({node.name: ast.unparse(node) for node in run.body if isinstance(node, ast.FunctionDef)})
+    usual, on_device = kinds
+    assert usual.keys() == on_device.keys()
+    assert {name for name in usual if usual[name] != on_device[name]} == {"__init__", "advance", "log"}
+    lines = usual["__init__"].splitlines()
+    counters = [line for line in lines if line.startswith(("    self.returns = ", "    self.lengths = "))]
+    assert [line for line in lines if line not in counters] == on_device["__init__"].splitlines()
+
+
 ONE, TWO, TWIN = Path("one.py"), Path("two.py"), Path("one_torchcompile.py")
+ON_DEVICE = Path("fast_td3.py"), Path("ppo_gpu_envs_torchcompile.py")
 SINGLE, SEVERAL = Path("ppo_atari_envpool.py"), Path("ppo_atari_multigpu_torchcompile.py")
 FUNCTION = "def f():\n    # why\n    return 1\n"
 OTHER = "def f():\n    return 2\n"
@@ -55,6 +69,14 @@ def test_networks_are_shared_by_the_scripts_of_an_algorithm_alone(base):
     assert copies.carry(ONE, network, TWO, other) == other
 
 
+def test_scripts_with_environments_on_the_device_share_a_run_of_their_own():
+    run, other = (f"class Run:\n    a = {number}\n" for number in (1, 2))
+    assert copies.drifted(dict.fromkeys(ON_DEVICE, run) | {ONE: other}) == []
+    assert copies.drifted(dict(zip(ON_DEVICE, (run, other), strict=True))) == ["Run"]
+    assert copies.carry(ONE, other, ON_DEVICE[0], run) == run
+    assert copies.carry(ON_DEVICE[1], other, ON_DEVICE[0], run) == other
+
+
 @each_script
 def test_a_script_needs_nothing_else_of_this_repository(script):
     modules = set()
@@ -77,6 +99,14 @@ def test_the_algorithm_comes_first(script):
     places = [source.index(f"\n{mark}") for mark in marks]
     assert places == sorted(places)
     assert re.search(r"# (critic|clipped policy|TD) loss", source[: places[2]]), "the loss has no landmark"
+
+
+@pytest.mark.parametrize("name", [*conftest.ALGORITHMS.values(), *conftest.ON_DEVICE.values()])
+def test_the_loop_is_in_the_run_that_tools_replace(name):
+    """`launch` stops a run early by another `Run` in the script."""
+    for script in (name, f"{name}_torchcompile"):
+        source = (copies.ROOT / "leanrl" / f"{script}.py").read_text()
+        assert "\n    with Run(args, folder, envs, learner) as run:\n" in source
 
 
 @each_script

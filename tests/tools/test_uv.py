@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from conftest import ON_DEVICE
 from copies import ROOT
 
 SCRIPTS = sorted((ROOT / "leanrl").glob("*.py"))
@@ -42,6 +43,8 @@ def test_a_script_names_the_required_packages(script):
     elif "continuous" in script.stem or script.stem.startswith("sac_population"):
         kind = "mujoco"
     packages = required(ROOT / "requirements" / f"{kind}.txt")
+    if script.stem.removesuffix("_torchcompile") in ON_DEVICE.values():  # arrays of NumPy or JAX become tensors
+        packages += [package for package in required(ROOT / "requirements" / "warp.txt") if "array-api" in package]
     if not script.stem.endswith("_torchcompile"):
         packages = [package for package in packages if not package.startswith("tensordict")]
     assert metadata(script.read_text()) == {"requires-python": ">=3.11,<3.15", "dependencies": packages}
