@@ -20,7 +20,6 @@ LEARNING = ("", "mode", "return", "of each seed", "steps", "minutes", "CleanRL's
 MACHINES = ("machine", "driver", "packages", "peers")
 NOT_MEASURED = "not measured"
 BEFORE = "Measured before the script last changed."
-TAKES = {"plain": "The plain script"}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Speed
@@ -215,30 +214,24 @@ def panels(results):
 
 
 def sentence(results):
-    """How long PPO takes on the cheetah and what it reaches: LeanRL, plain and CleanRL."""
+    """How long PPO takes on the cheetah and what it reaches, for each column of README's picture."""
     _, columns = headline(results)
-    shown = {name: columns[name] for name in (LEANRL, "plain", "CleanRL") if name in columns}
-    if not shown:
+    if not columns:
         return f"Minutes of training, compiled and plain: {NOT_MEASURED}."
-    runs = [run for own in shown.values() for run in own]
+    runs = [run for own in columns.values() for run in own]
     steps = min(run["summary"]["global_step"] for run in runs)
-    parts = []
-    for name, own in shown.items():
-        low, high = min(data.minutes(own)), max(data.minutes(own))
-        about = [f"{low:.1f} to {high:.1f}"] * (len(own) > 1)
-        about += [f"{data.cache(own) or 'unrecorded'} compiler cache"] * (name == LEANRL)
-        minutes = f"{statistics.median(data.minutes(own)):.1f} minutes ({', '.join(about)})".removesuffix(" ()")
-        end = statistics.mean(end_of(run["curve"]) for run in own)
-        parts.append(f"{TAKES.get(name, name)} takes {minutes} and reaches a return of {end:.0f}.")
     threads = " with one thread" if all("--threads=1" in run.get("command", "") for run in runs) else ""
-    text = f"PPO, {steps:,} steps of HalfCheetah-v5 on a {describe(runs[0]['machine'])}{threads}: {' '.join(parts)} "
-    over = count_seeds(shown.values())
-    text += "One seed." if over == "1 seed" else f"Minutes are medians with their range, returns means, over {over}."
-    fewer = {name: own for name, own in columns.items() if count_seeds([own]) != over}
-    if fewer:
-        text += f" The picture has {count_seeds(fewer.values())} of {' and '.join(fewer)}."
-    text += " CleanRL runs HalfCheetah-v4." if "CleanRL" in shown else ""
-    return f"{text} {BEFORE}" if editions.is_earlier(runs) else text
+    parts = [f"PPO, {steps:,} steps of HalfCheetah-v5 on a {describe(runs[0]['machine'])}{threads}."]
+    for name, own in reversed(columns.items()):
+        cache = f", {data.cache(own) or 'unrecorded'} compiler cache," if name == LEANRL else ""
+        minutes = spread(data.minutes(own), "{:.1f}")
+        end = spread([end_of(run["curve"]) for run in own], "{:.0f}")
+        parts.append(f"{name[0].upper()}{name[1:]}: {minutes} minutes{cache} to a return of {end}.")
+    over = count_seeds(columns.values())
+    parts.append("One seed." if over == "1 seed" else f"All are medians with their range over {over}.")
+    parts += ["CleanRL runs HalfCheetah-v4."] if "CleanRL" in columns else []
+    parts += [BEFORE] if editions.is_earlier(runs) else []
+    return " ".join(parts)
 
 
 def count_seeds(groups):
