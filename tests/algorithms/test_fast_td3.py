@@ -495,8 +495,9 @@ PENDULUM |= {f"{name}_learning_rate{end}": 1e-3 for name in ("critic", "actor") 
 
 
 @pytest.mark.thorough
-def test_the_pendulum_is_learned(tmp_path):
+@each_script
+def test_the_pendulum_is_learned(script, tmp_path):
     """A random policy scores about -1200, a swing-up from anywhere about -150."""
-    PLAIN.train(PLAIN.Args(**PENDULUM, total_timesteps=16_000, run_dir=str(tmp_path)))
+    script.train(script.Args(**PENDULUM, total_timesteps=16_000, run_dir=str(tmp_path)))
     returns = scalars(next(tmp_path.iterdir()), "charts/episodic_return")
     assert returns[0] < -900 and returns[-1] > -400

@@ -1,6 +1,8 @@
 """environments/mujoco_warp.py beside gymnasium's environments, and the rules for vector environments."""
 
 import functools
+import sys
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -9,15 +11,17 @@ import torch
 
 pytest.importorskip("mujoco_warp", reason="pip install -r requirements/warp.txt")
 
+from conftest import load_copy
 from gymnasium.envs.mujoco.hopper_v5 import HopperEnv
 from gymnasium.vector import AutoresetMode
 from scipy.stats import ks_2samp
 
 from benchmark.studies import mujoco_warp as study
+from environments import mujoco_warp
 from environments.mujoco_warp import TASKS
 
 WORLDS = 32
-TOLERANCES = {  # observations and rewards of the first step; observations of half of the worlds in ten steps
+TOLERANCES = {  # observations and rewards of the first step; both, of half of the worlds in ten steps
     "HalfCheetah-v5": (5e-4, 5e-5, 1e-3),
     "Hopper-v5": (2e-5, 5e-6, 5e-5),
     "Walker2d-v5": (5e-4, 5e-5, 5e-4),
@@ -70,6 +74,7 @@ def test_steps_are_gymnasiums(name, tmp_path):
     assert np.nanmax(found["obs"][0]) <= first
     assert np.nanmax(found["rewards"][0]) <= rewards
     assert np.median(np.nanmax(found["obs"], (0, 2))) <= ten
+    assert np.median(np.nanmax(found["rewards"], 0)) <= ten
     assert not found["terminated"].any()
 
 
@@ -78,11 +83,12 @@ def test_resets_are_gymnasiums(name):
     """The observations for the same state; and states of the same distribution."""
     envs, reference = make(name), gym.make(name).unwrapped
     qpos, qvel, _ = study.episodes(reference, WORLDS)
+    qvel *= 5  # beyond the bounds of observations
     study.place(envs, qpos, qvel)
     got = envs.task.observe(envs)
     for row, *state in zip(got, qpos, qvel, strict=True):
         study.begin(reference, *state)
-        np.testing.assert_allclose(row, reference._get_obs(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(row, reference._get_obs(), rtol=1e-4, atol=5e-5)
 
     states = []
     for _ in range(30):
@@ -114,6 +120,20 @@ def test_an_episode_after_an_autoreset_is_like_any_other(name):
     (_, rewards, *_, infos), (_, wanted_rewards, *_, wanted) = envs.step(action), other.step(action)
     torch.testing.assert_close(rewards[ended], wanted_rewards[ended], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(infos["final_obs"][ended], wanted["final_obs"][ended], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.thorough
+def test_the_force_at_the_end_of_the_rail_is_clipped():
+    """InvertedDoublePendulum observes it; random episodes end before."""
+    name = "InvertedDoublePendulum-v5"
+    envs, reference = make(name), gym.make(name).unwrapped
+    qpos, qvel = np.array([0.9, 0, 0]), np.array([3.0, 0, 0])
+    study.begin(reference, qpos, qvel)
+    study.place(envs, qpos, qvel)
+    wanted, *_ = reference.step(np.zeros(1))
+    *_, infos = envs.step(torch.zeros(WORLDS, 1))
+    assert wanted[-1] == -10
+    np.testing.assert_allclose(infos["final_obs"][0], wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_same_step_autoreset():
@@ -227,6 +247,7 @@ def test_tensors_are_the_callers():
             {"contact_cost_weight": 1e-4, "contact_cost_range": (0.1, 0.5), "terminate_when_unhealthy": False}
             | {"include_cinert_in_observation": False, "include_qfrc_actuator_in_observation": False},
         ),
+        ("Hopper-v5", {"healthy_state_range": (-2.0, 2.0), "healthy_z_range": (1.1, 1.3)}),
         ("InvertedDoublePendulum-v5", {"healthy_reward": 3.0}),
     ],
 )
@@ -256,3 +277,59 @@ def test_a_picture_shows_the_first_world(monkeypatch):
     monkeypatch.setattr(envs.reference, "render", envs.reference.state_vector)
     (picture,) = envs.render()
     assert picture.tolist() == torch.cat((envs.qpos[0], envs.qvel[0])).tolist()
+
+
+# planted bugs
+
+
+def steps(name):
+    return lambda folder: test_steps_are_gymnasiums(name, folder)
+
+
+def resets(name):
+    return lambda folder: test_resets_are_gymnasiums(name)
+
+
+def begins_again(name):
+    return lambda folder: test_an_episode_after_an_autoreset_is_like_any_other(name)
+
+
+def alone(test):
+    return lambda folder: test()
+
+
+FORWARD, NOISE = "env.v5.forward_reward_weight * velocity\n    rewards", "scale * velocities"
+LIMIT, RETURNED = "self.steps >= self.max_episode_steps", "return self.obs, rewards"
+X = "self.x = torch.where(where, self.task.position(self), self.x)"
+CONTACT = "rewards - env.v5.contact_cost_weight * forces.square().sum((1, 2)), terminated"
+BUGS = [
+    ("the reward has another weight", FORWARD, "2 * velocity\n    rewards", steps("Hopper-v5")),
+    ("the time limit is one step later", LIMIT, LIMIT.replace(">=", ">"), alone(test_the_time_limit_truncates)),
+    ("a reset returns the last observation", RETURNED, "return final_obs, rewards", alone(test_same_step_autoreset)),
+    ("velocity is from before the reset", X, "pass", begins_again("Hopper-v5")),
+    ("seeds are ignored", "self.generator.manual_seed(seed)", "pass", alone(test_seeds)),
+    ("noise is too large", NOISE, f"2 * {NOISE}", resets("Hopper-v5")),
+    (
+        "observations are those before the step",
+        "final_obs = self.task.observe(self)",
+        "final_obs = self.obs",
+        steps("Hopper-v5"),
+    ),
+    ("velocities are not clipped", "1), env.qvel.clamp(-10, 10)), 1)", "1), env.qvel), 1)", resets("Hopper-v5")),
+    ("velocity is since the reset", "        self.x = x\n", "", steps("Hopper-v5")),
+    ("contacts cost nothing", CONTACT, "rewards, terminated", steps("Ant-v5")),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("bug", "old", "new", "check"), BUGS, ids=[bug[0] for bug in BUGS])
+def test_a_planted_bug_is_noticed(bug, old, new, check, tmp_path, monkeypatch):
+    """In a copy of the module, which registers its own environments."""
+    for name in TASKS:
+        monkeypatch.setitem(gym.registry, f"warp/{name}", gym.spec(f"warp/{name}"))
+    monkeypatch.setattr(sys.modules[__name__], "make", functools.cache(make.__wrapped__))
+    source = Path(mujoco_warp.__file__).read_text()
+    assert source.count(old) == 1, f"not there once: {old}"
+    load_copy("mujoco_warp", source.replace(old, new), tmp_path)
+    with pytest.raises(AssertionError):
+        check(tmp_path)

@@ -471,11 +471,13 @@ def check_restored(learner, checkpoint):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("script", [pytest.param(PLAIN, marks=pytest.mark.finding), TURBO], ids=["plain", "turbo"])
+@each_script
 def test_ppo_balances_a_pendulum(script, tmp_path):
     """A random policy holds it for about 6 steps, a perfect one for 1000."""
+    pytest.importorskip("mujoco_warp")
     sizes = {"total_timesteps": 36_000, "num_envs": 64, "cuda": False}
-    script.train(script.Args(env_id="InvertedPendulum-v5", run_dir=str(tmp_path), **sizes))
+    env_id = "environments.mujoco_warp:warp/InvertedPendulum-v5"
+    script.train(script.Args(env_id=env_id, run_dir=str(tmp_path), **sizes))
     returns = scalars(next(tmp_path.iterdir()), "charts/episodic_return")
     assert returns[0] < 20 and np.mean(returns[-10:]) > 60
 
