@@ -30,6 +30,7 @@ MEMORY = ("memory_RepeatPrevious", "memory_PositionOnlyCartPole", "memory_Positi
 PAGES = {  # tables by page, beside those of README.md and doc/report.html; "curve x" is of doc/artifacts/x.csv
     "doc/sac.md": ("curve sac_halfcheetah", "curve sac_init_entropy", "curve sac_discrete_entropy"),
     "doc/td3.md": ("curve td3_halfcheetah",),
+    "doc/fast_td3.md": ("curve fast_td3_halfcheetah",),
     "doc/ppo.md": ("curve ppo_halfcheetah", "curve ppo_init_entropy"),
     "doc/ppo_gpu_envs.md": ("curve ppo_gpu_halfcheetah",),
     "doc/ppo_atari.md": ("curve ppo_pong", "curve ppo_breakout"),
@@ -47,6 +48,7 @@ CAPTIONS = {  # of the curves that are drawn
     "sac_halfcheetah": "SAC, HalfCheetah-v5: plain and turbo",
     "sac_init_entropy": "SAC, HalfCheetah-v5: entropy of the policy at the start",
     "td3_halfcheetah": "TD3, HalfCheetah-v5: plain and turbo",
+    "fast_td3_halfcheetah": "FastTD3, HalfCheetah-v5 on MuJoCo Warp",
     "ppo_halfcheetah": "PPO, HalfCheetah-v5: plain, turbo, and without the values of truncated episodes",
     "ppo_gpu_halfcheetah": "PPO for environments on the GPU, HalfCheetah-v5 on MuJoCo Warp",
     "ppo_init_entropy": "PPO, HalfCheetah-v5: entropy of the policy at the start",
