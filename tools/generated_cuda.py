@@ -130,6 +130,7 @@ def described_card(capability):
         stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
         stack.enter_context(mock.patch.object(compile_fx, "get_cuda_device_context", lambda gm: nullcontext()))
         stack.enter_context(mock.patch.object(FakeTensor, "copy_", copied, create=True))
+        stack.enter_context(mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda device: None))
         stack.enter_context(mock.patch("torch._C._select_conv_backend", cudnn))
         stack.enter_context(mock.patch("torch._C._conv_determine_backend_memory_format", cudnn_format))
         for module in list(sys.modules.values()):
