@@ -246,7 +246,7 @@ class PPO:
         }
 
     def adapt_learning_rate(self, kl):
-        """Set the rate of the next minibatch: its KL divergence is to be between half and twice --desired-kl."""
+        """Adapt the next minibatch's rate to keep the KL divergence between half and twice --desired-kl."""
         group = self.optimizers["agent"].param_groups[0]
         if self.args.desired_kl is None:
             group["lr"] = self.args.learning_rate

@@ -264,7 +264,7 @@ class PPO:
 
     @torch.no_grad()
     def adapt_learning_rate(self, kl):
-        """Set the rate of the next minibatch: its KL divergence is to be between half and twice --desired-kl."""
+        """Adapt the next minibatch's rate to keep the KL divergence between half and twice --desired-kl."""
         if self.args.desired_kl is None:
             return
         direction = (kl < self.args.desired_kl / 2).float() - (kl > 2 * self.args.desired_kl).float()

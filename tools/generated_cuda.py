@@ -316,9 +316,9 @@ class CheckedMemory:
     def check_order(self):
         """Raise an error if a block stored to an address that another one used."""
         blocks = {block: i for i, block in enumerate(sorted({block for _, block, _ in self.used}))}
-        if len(blocks) < 2:
-            return
         stores = [(addresses, blocks[block]) for is_store, block, addresses in self.used if is_store]
+        if len(blocks) < 2 or not stores:  # a kernel may only add atomically
+            return
         stored = np.concatenate([addresses for addresses, _ in stores])
         owners = np.concatenate([np.full(addresses.shape, owner) for addresses, owner in stores])
         order = np.argsort(stored)
