@@ -4,6 +4,7 @@ python -m benchmark.report.curves collect runs/pong pong.csv --steps 10000
 python -m benchmark.report.curves random pong.csv --env-id Pong-v5  # once, after `collect`, which writes the file anew
 python -m benchmark.report.curves draw pong.csv pong.png
 python -m benchmark.report.curves collect runs/pong entropy.csv --tag losses/entropy  # to draw another scalar
+python -m benchmark.report.curves collect runs/pong pong.csv --minutes  # keeps the time of each row; so has `draw`
 
 `python -m benchmark.report` puts a table of what each curve of doc/artifacts/*.csv ends at into the page that shows it.
 """
@@ -31,6 +32,7 @@ from instruments.playing import make_env, play
 
 KEY = ("exp_name", "env_id", "seed", "step")
 COLUMNS = (*KEY, "episodic_return")
+MINUTES = "minutes"
 LAST = 40  # episodes of a run that `collect` prints the mean of
 RANDOM = "random"  # exp_name of the rows of `measure_random`
 
@@ -41,10 +43,17 @@ def mean_and_error(returns):
     return f"{np.mean(returns):.2f} ± {error:.2f}"
 
 
-def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Path], steps: int = 1, tag: str = RETURN):
+def collect(
+    run_dir: tyro.conf.Positional[Path],
+    output: tyro.conf.Positional[Path],
+    steps: int = 1,
+    tag: str = RETURN,
+    minutes: bool = False,
+):
     """Write the returns of all runs under `run_dir`, or another scalar of theirs: exp_name, env_id, seed, step, value.
 
     A row is the mean over the values that are logged within `steps` steps: short episodes would make a long file.
+    With `minutes` it ends with the minutes since the run's start.
     A JSON file beside it has the date and the editions of the scripts.
     """
     if steps < 1:
@@ -55,7 +64,8 @@ def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Pa
     scripts = set()
     for path in sorted(run_dir.rglob("summary.json")):
         config = read_json(path.with_name("config.json"))
-        events = scalars(read_events(path.parent), tag)
+        run = read_events(path.parent)
+        events = scalars(run, tag)
         if not events:
             note(f"{path.parent}: it has no {tag}, or its events are damaged; left out")
             continue
@@ -64,12 +74,16 @@ def collect(run_dir: tyro.conf.Positional[Path], output: tyro.conf.Positional[Pa
         scripts |= {copy for copy in path.parent.glob("*.py") if editions.script(copy.stem)}
         for event in events:
             step = -(-event.step // steps) * steps
-            logged[config["exp_name"], config["env_id"], config["seed"], step].append(event.value)
-    rows = [[*key, f"{sum(values) / len(values):.4g}"] for key, values in sorted(logged.items())]
+            time = (event.wall_time - run.FirstEventTimestamp()) / 60
+            logged[config["exp_name"], config["env_id"], config["seed"], step].append((time, event.value))
+    rows = []
+    for key, values in sorted(logged.items()):
+        time, value = np.mean(values, axis=0)
+        rows.append([*key, f"{value:.4g}"] + [f"{time:.2f}"] * minutes)
     if not rows:
         stop(f"{run_dir}: no run that is finished has {tag}; give a folder of such runs ({output} is as it was)")
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([(*KEY, name), *rows])
+    csv.writer(text, lineterminator="\n").writerows([[*KEY, name] + [MINUTES] * minutes, *rows])
     replace(output, text.getvalue())
     store(output.with_suffix(".json"), editions.today(*sorted(scripts)))
 
@@ -107,8 +121,11 @@ def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 
     print(f"{len(flat)} games: mean return {mean_and_error(flat)}, standard deviation {np.std(flat):.2f}")
 
 
-def read(data):
-    """The runs of a CSV file, as {(exp_name, seed): (steps, values)}, the random policy's returns, env_id and name."""
+def read(data, x="step"):
+    """The runs of a CSV file, as {(exp_name, seed): (steps, values)}, the random policy's returns, env_id and name.
+
+    With `x="minutes"` runs are (minutes, values).
+    """
     runs = defaultdict(lambda: ([], []))
     random = []
     env_id = None
@@ -116,15 +133,15 @@ def read(data):
         with open(data) as file:
             for row in csv.DictReader(file):
                 env_id = row["env_id"]
-                *_, name = row
+                name = list(row)[len(KEY)]
                 value = float(row[name])
                 if row["exp_name"] == RANDOM:
                     random.append(value)
                     continue
-                steps, values = runs[row["exp_name"], row["seed"]]
-                steps.append(int(row["step"]))
+                xs, values = runs[row["exp_name"], row["seed"]]
+                xs.append(float(row[x]))
                 values.append(value)
-    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
+    except (OSError, KeyError, IndexError, TypeError, ValueError, csv.Error) as error:
         stop(f"{data}: it cannot be read ({one_line(error)}); give a CSV file that `collect` has written")
     if env_id is None:
         stop(f"{data}: it has no rows; give a CSV file that `collect` has written")
@@ -137,21 +154,28 @@ def measured(data):
     return read_json(about) if about.exists() else {}
 
 
+def has_minutes(data):
+    return MINUTES in data.read_text().partition("\n")[0]
+
+
 def table(data):
     """A table of the mean of each run over the last tenth of its steps, and of the random policy's returns."""
     runs, random, env_id, name = read(data)
+    timed = read(data, MINUTES)[0] if has_minutes(data) else {}
     rows = []
     for exp_name in dict.fromkeys(exp_name for exp_name, _ in runs):
         own = {seed: run for (other, seed), run in runs.items() if other == exp_name}
-        lasts = [steps[-1] for steps, _ in own.values()]
+        lasts = [f"{steps[-1]:.0f}" for steps, _ in own.values()]
+        lasts = lasts if len(set(lasts)) > 1 else lasts[:1]
         ends = [last_tenth(*run) for run in own.values()]
         ends = ", ".join(f"{end:.0f}" if abs(end) >= 100 else f"{end:.2f}" for end in ends)
-        lasts = lasts if len(set(lasts)) > 1 else lasts[:1]
-        rows.append([exp_name, ", ".join(own), ", ".join(map(str, lasts)), ends])
+        rows.append([exp_name, ", ".join(own), ", ".join(lasts), ends])
+        if timed:
+            rows[-1].append(", ".join(f"{timed[exp_name, seed][0][-1]:.0f}" for seed in own))
     if random:
-        rows.append([f"random policy, {len(random)} games", "", "", mean_and_error(random)])
-    header = (editions.marked(env_id, [measured(data)]), "seeds", "steps", f"{name} in the last tenth of them")
-    return Table("", header, rows)
+        rows.append([f"random policy, {len(random)} games", "", "", mean_and_error(random)] + [""] * bool(timed))
+    header = [editions.marked(env_id, [measured(data)]), "seeds", "steps", f"{name} in the last tenth of them"]
+    return Table("", header + [MINUTES] * bool(timed), rows)
 
 
 def draw(
@@ -160,20 +184,22 @@ def draw(
     window: int = 5,
     level: float | None = None,
     level_name: str = "level",
+    minutes: bool = False,
 ):
     """Draw each experiment's moving means over `window` rows: each seed, and the mean over seeds.
 
-    The mean of a random policy's returns is a dashed line, and so is `level`, such as a target.
+    With `minutes` the horizontal axis has the minutes of `collect --minutes`. The mean of a random policy's returns is
+    a dashed line, and so is `level`, such as a target.
     """
     if window < 1:
         refuse("window", window, "give at least 1")
     require_picture(output)
-    runs, random, env_id, name = read(data)
+    runs, random, env_id, name = read(data, MINUTES if minutes else "step")
     if not runs:
         stop(f"{data}: it has rows of a random policy alone; collect runs again, which writes the file anew")
     groups = defaultdict(list)
-    for (exp_name, _), (steps, values) in sorted(runs.items()):
-        groups[exp_name].append((steps, moving_mean(values, window)))
+    for (exp_name, _), (xs, values) in sorted(runs.items()):
+        groups[exp_name].append((xs, moving_mean(values, window)))
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     axes = figure.subplots()
     for (exp_name, own), color in zip(groups.items(), COLORS, strict=False):
@@ -183,10 +209,12 @@ def draw(
         axes.axhline(mean, color="black", linestyle="--", label=f"random policy, {len(random)} games: {mean:.3g}")
     if level is not None:
         axes.axhline(level, color="black", linestyle="--", label=f"{level_name}: {level}")
-    apart = np.median(np.concatenate([np.diff(steps) for steps, _ in runs.values()]))
-    mean_of = f"\nmoving mean over {window * apart:,.0f} steps" if window > 1 else ""
+    apart = np.median(np.concatenate([np.diff(xs) for xs, _ in runs.values()]))
+    unit = "minutes" if minutes else "steps"
+    mean_of = f"\nmoving mean over {window * apart:,.{int(minutes)}f} {unit}" if window > 1 else ""
     explained = "; thin lines are seeds, thick ones their means" if any(len(own) > 1 for own in groups.values()) else ""
-    axes.set(xlabel=f"environment steps{explained}", ylabel=f"{name}{mean_of}", title=env_id)
+    xlabel = "minutes" if minutes else "environment steps"
+    axes.set(xlabel=f"{xlabel}{explained}", ylabel=f"{name}{mean_of}", title=env_id)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1M
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=9)

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -13,6 +14,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from benchmark.report import curves
 from common import ROOT
+
+HEADER = ",".join(curves.COLUMNS)
 
 
 class Paying(gym.Env):
@@ -81,6 +84,12 @@ def write_rows(path, runs):
 
 def drawn(tmp_path, monkeypatch, window, runs):
     """The lines that `draw` draws of `runs`, by label; those of seeds have none."""
+    write_rows(tmp_path / "curves.csv", runs)
+    return lines(tmp_path / "curves.csv", monkeypatch, window=window)
+
+
+def lines(data, monkeypatch, **settings):
+    """The lines that `draw` draws of a CSV file, by label; those of seeds have none."""
     figures = []
 
     class Drawn(Figure):
@@ -89,9 +98,9 @@ def drawn(tmp_path, monkeypatch, window, runs):
             super().savefig(path, **settings)
 
     monkeypatch.setattr(curves, "Figure", Drawn)
-    write_rows(tmp_path / "curves.csv", runs)
-    curves.draw(tmp_path / "curves.csv", tmp_path / "curves.png", window)
-    assert (tmp_path / "curves.png").stat().st_size
+    picture = data.with_suffix(".png")
+    curves.draw(data, picture, **settings)
+    assert picture.stat().st_size
     (figure,) = figures
     return {line.get_label(): line for line in figure.axes[0].lines if not line.get_label().startswith("_")}
 
@@ -157,7 +166,25 @@ def test_runs_are_collected(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines() == [f"note: {folder}: {reason}" for folder in left_out]
 
 
-HEADER = ",".join(curves.COLUMNS)
+def test_curves_can_be_against_minutes(tmp_path, monkeypatch):
+    write_run(tmp_path / "run")
+    logged = [SimpleNamespace(step=step, value=step / 10, wall_time=1000 + 60 * step) for step in (10, 20, 30)]
+    events = SimpleNamespace(FirstEventTimestamp=lambda: 1000, Tags=lambda: {"scalars": [curves.RETURN]})
+    events.Scalars = lambda tag: logged
+    monkeypatch.setattr(curves, "read_events", lambda folder: events)
+    data = tmp_path / "curves.csv"
+    curves.collect(tmp_path, data, steps=20, minutes=True)
+    assert data.read_text().splitlines() == [
+        f"{HEADER},minutes",
+        "ppo,Pong-v5,1,20,1.5,15.00",
+        "ppo,Pong-v5,1,40,3,30.00",
+    ]
+    with data.open("a") as file:
+        file.write("random,Pong-v5,1,0,-20.00\n")  # as `random` appends it
+    table = curves.table(data)
+    assert table.header[-1] == "minutes" and [row[-1] for row in table.rows] == ["30", ""]
+    curve = lines(data, monkeypatch, minutes=True, window=1)["ppo, 1 seed"]
+    assert list(curve.get_xdata()) == [15, 30] and curve.axes.get_xlabel() == "minutes"
 
 
 @pytest.mark.parametrize(
