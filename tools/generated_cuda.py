@@ -465,7 +465,8 @@ class Costs:
         self.libraries = Libraries()
 
     def kernel(self, source):
-        nbytes = round(1e9 * float(re.search(r"'kernel_num_gb': ([\d.e-]+)", source)[1]))
+        gigabytes = re.search(r"'kernel_num_gb': ([\d.e-]+)", source)  # unknown for combo kernels before torch 2.13
+        nbytes = round(1e9 * float(gigabytes[1])) if gigabytes else 0
         return SimpleNamespace(run=lambda *args, **kwargs: self.counts.update(kernels=1, bytes=nbytes))
 
     def __getattr__(self, name):
