@@ -222,8 +222,6 @@ def missing_interpreter():
     """Why generated_cuda.py cannot be used here, or None."""
     if importlib.util.find_spec("triton") is None:
         return "generated CUDA code needs triton"
-    if torch.__version__ >= "2.14":
-        return "generated_cuda.py does not know the constants in the graphs of torch 2.14 and newer"
     if os.environ.get("TRITON_INTERPRET") != "1":
         return "generated CUDA code needs Triton's interpreter: TRITON_INTERPRET=1 pytest, which cannot use the GPU"
     return None

@@ -184,7 +184,7 @@ def generate(gm, inputs, capability, options):
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=CUDA) if torch.is_tensor(x) else x
             for x in inputs
         ]
-        constants = [name for name, _ in [*gm.named_parameters(), *gm.named_buffers()]]
+        constants = [node.target for node in gm.graph.find_nodes(op="get_attr") if node.users]
         if constants:
             raise NotImplementedError(f"constants in the graph: {', '.join(constants)}")
         kwargs = {"cudagraphs": compile_fx.BoxedBool(False), "is_inference": True}
