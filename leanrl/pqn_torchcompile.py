@@ -136,7 +136,7 @@ class PQN:
         self.updates = 0
 
         # acting, on the host
-        self.host_q = copy.deepcopy(self.q).cpu()
+        self.host_q = copy.deepcopy(self.q).cpu().requires_grad_(False)  # autograd would slow down LayerNorm
         self.host_values = numpy_function(self.host_q)
 
         # the rollout, in host memory and on the device: obs, next_obs, actions, rewards, terminated, ended
