@@ -215,7 +215,8 @@ def draw(
     explained = "; thin lines are seeds, thick ones their means" if any(len(own) > 1 for own in groups.values()) else ""
     xlabel = "minutes" if minutes else "environment steps"
     axes.set(xlabel=f"{xlabel}{explained}", ylabel=f"{name}{mean_of}", title=env_id)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1M
+    if not minutes:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 200k, 1M
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=9)
     figure.savefig(output, dpi=150)
