@@ -417,7 +417,7 @@ class ClippedAdam:
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
         self.one = torch.ones_like(self.rates)
-        self.corrections = torch.zeros_like(self.rates)  # for bias, 1 - beta**t: moving averages of ones
+        self.corrections = self.rates.clone()  # for bias in the next step, 1 - beta**t: moving averages of ones
 
     def gradient(self, loss):
         """The gradient of `loss` as one vector."""
@@ -428,7 +428,6 @@ class ClippedAdam:
         """Update the weights in place by `gradient`; returns its norm before clipping."""
         norm = gradient.norm()
         gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1)
-        self.corrections.lerp_(self.one, self.rates)
         self.m.lerp_(gradient, 1 - self.beta1)
         self.v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
 
@@ -437,6 +436,7 @@ class ClippedAdam:
         root = correction2.sqrt()
         denominator = self.v.sqrt().add_(self.eps * root).mul_(correction1 / (self.lr * root))
         torch._foreach_addcdiv_(self.weights, self.parts(self.m), self.parts(denominator), -1)
+        self.corrections.lerp_(self.one, self.rates)  # not before: CUDA code of torch 2.11 and 2.12 had a race
         return norm
 
     def parts(self, vector):

@@ -32,6 +32,7 @@ STEP_COUNT = (
     "self.corrections.lerp_(self.one, self.rates)",
     "self.steps = getattr(self, 'steps', 0) + 1\n        self.corrections.copy_(1 - (1 - self.rates) ** self.steps)",
 )
+NEXT_STEP_COUNT = (STEP_COUNT[0], STEP_COUNT[1].replace("'steps', 0", "'steps', 1"))
 READ_BY_FOREACH = ("self.eps * root, alpha=1)", "self.eps * root)")
 LEARNING_RATE = ('self.optimizers["agent"].lr.fill_(learning_rate)', 'self.optimizers["agent"].lr = learning_rate')
 RATE_OF_Q = ('self.optimizers["q"].lr.fill_(learning_rate)', 'self.optimizers["q"].lr = learning_rate')
@@ -179,7 +180,7 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "if norm > 0:\n            gradient = gradient * (self",
         TRAINING,
     ),
-    ("ppo", "step count of Adam kept in Python", *STEP_COUNT, TRAINING),
+    ("ppo", "step count of Adam kept in Python", *NEXT_STEP_COUNT, TRAINING),
     (
         "ppo",
         "rollout rebound instead of filled",
@@ -251,7 +252,7 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         TRAINING,
     ),
     ("ppo_atari", "learning rate kept in Python", *LEARNING_RATE, TRAINING),
-    ("ppo_atari", "step count of Adam kept in Python", *STEP_COUNT, TRAINING),
+    ("ppo_atari", "step count of Adam kept in Python", *NEXT_STEP_COUNT, TRAINING),
     (
         "ppo_atari",
         "branch on a tensor in a graph",
