@@ -36,6 +36,7 @@ PAGES = {  # tables by page, beside those of README.md and doc/report.html; "cur
     "doc/ppo_atari.md": ("curve ppo_pong", "curve ppo_breakout"),
     "doc/ppo_lstm.md": ("memory", *(f"curve {name}" for name in MEMORY)),
     "doc/dqn.md": ("curve dqn_cartpole", "curve dqn_breakout"),
+    "doc/pqn.md": ("curve pqn_pong",),
     "doc/many_runs.md": ("curve population_pendulum", "population", "agents"),
     "doc/results.md": ("learning",),
     "doc/speed.md": ("speed", "start"),
@@ -59,6 +60,7 @@ CAPTIONS = {  # of the curves that are drawn
     "ppo_breakout": "PPO, Breakout-v5: the first steps",
     "dqn_cartpole": "DQN, CartPole-v1: plain and turbo",
     "dqn_breakout": "DQN, Breakout-v5: the first steps",
+    "pqn_pong": "PQN and PPO, Pong-v5",
     "sac_discrete_entropy": "SAC-discrete, Breakout-v5: entropy of the policy",
 }
 CURVE = "curve "
