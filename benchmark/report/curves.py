@@ -4,7 +4,7 @@ python -m benchmark.report.curves collect runs/pong pong.csv --steps 10000
 python -m benchmark.report.curves random pong.csv --env-id Pong-v5  # once, after `collect`, which writes the file anew
 python -m benchmark.report.curves draw pong.csv pong.png
 python -m benchmark.report.curves collect runs/pong entropy.csv --tag losses/entropy  # to draw another scalar
-python -m benchmark.report.curves collect runs/pong pong.csv --minutes  # keeps the time of each row; so has `draw`
+python -m benchmark.report.curves collect runs/pong pong.csv --minutes  # for `draw --minutes`
 
 `python -m benchmark.report` puts a table of what each curve of doc/artifacts/*.csv ends at into the page that shows it.
 """
@@ -14,6 +14,7 @@ import io
 from collections import defaultdict
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -121,12 +122,17 @@ def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 
     print(f"{len(flat)} games: mean return {mean_and_error(flat)}, standard deviation {np.std(flat):.2f}")
 
 
-def read(data, x="step"):
-    """The runs of a CSV file, as {(exp_name, seed): (steps, values)}, the random policy's returns, env_id and name.
+class Curve(NamedTuple):
+    """A run: lists of equal length, but for `minutes`, which is empty if they were not collected."""
 
-    With `x="minutes"` runs are (minutes, values).
-    """
-    runs = defaultdict(lambda: ([], []))
+    steps: list[int]
+    values: list[float]
+    minutes: list[float]
+
+
+def read(data):
+    """The curves of a CSV file by (exp_name, seed), the random policy's returns, env_id and name."""
+    runs = defaultdict(lambda: Curve([], [], []))
     random = []
     env_id = None
     try:
@@ -138,9 +144,11 @@ def read(data, x="step"):
                 if row["exp_name"] == RANDOM:
                     random.append(value)
                     continue
-                xs, values = runs[row["exp_name"], row["seed"]]
-                xs.append(float(row[x]))
-                values.append(value)
+                curve = runs[row["exp_name"], row["seed"]]
+                curve.steps.append(int(row["step"]))
+                curve.values.append(value)
+                if MINUTES in row:
+                    curve.minutes.append(float(row[MINUTES]))
     except (OSError, KeyError, IndexError, TypeError, ValueError, csv.Error) as error:
         stop(f"{data}: it cannot be read ({one_line(error)}); give a CSV file that `collect` has written")
     if env_id is None:
@@ -154,24 +162,20 @@ def measured(data):
     return read_json(about) if about.exists() else {}
 
 
-def has_minutes(data):
-    return MINUTES in data.read_text().partition("\n")[0]
-
-
 def table(data):
     """A table of the mean of each run over the last tenth of its steps, and of the random policy's returns."""
     runs, random, env_id, name = read(data)
-    timed = read(data, MINUTES)[0] if has_minutes(data) else {}
+    timed = any(run.minutes for run in runs.values())
     rows = []
     for exp_name in dict.fromkeys(exp_name for exp_name, _ in runs):
         own = {seed: run for (other, seed), run in runs.items() if other == exp_name}
-        lasts = [f"{steps[-1]:.0f}" for steps, _ in own.values()]
-        lasts = lasts if len(set(lasts)) > 1 else lasts[:1]
-        ends = [last_tenth(*run) for run in own.values()]
+        lasts = [run.steps[-1] for run in own.values()]
+        ends = [last_tenth(run.steps, run.values) for run in own.values()]
         ends = ", ".join(f"{end:.0f}" if abs(end) >= 100 else f"{end:.2f}" for end in ends)
-        rows.append([exp_name, ", ".join(own), ", ".join(lasts), ends])
+        lasts = lasts if len(set(lasts)) > 1 else lasts[:1]
+        rows.append([exp_name, ", ".join(own), ", ".join(map(str, lasts)), ends])
         if timed:
-            rows[-1].append(", ".join(f"{timed[exp_name, seed][0][-1]:.0f}" for seed in own))
+            rows[-1].append(", ".join(f"{run.minutes[-1]:.0f}" for run in own.values()))
     if random:
         rows.append([f"random policy, {len(random)} games", "", "", mean_and_error(random)] + [""] * bool(timed))
     header = [editions.marked(env_id, [measured(data)]), "seeds", "steps", f"{name} in the last tenth of them"]
@@ -194,12 +198,15 @@ def draw(
     if window < 1:
         refuse("window", window, "give at least 1")
     require_picture(output)
-    runs, random, env_id, name = read(data, MINUTES if minutes else "step")
+    runs, random, env_id, name = read(data)
     if not runs:
         stop(f"{data}: it has rows of a random policy alone; collect runs again, which writes the file anew")
+    if minutes and not all(run.minutes for run in runs.values()):
+        refuse("minutes", minutes, f"{data} has none; collect runs with --minutes")
+    unit = "minutes" if minutes else "steps"
     groups = defaultdict(list)
-    for (exp_name, _), (xs, values) in sorted(runs.items()):
-        groups[exp_name].append((xs, moving_mean(values, window)))
+    for (exp_name, _), run in sorted(runs.items()):
+        groups[exp_name].append((getattr(run, unit), moving_mean(run.values, window)))
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     axes = figure.subplots()
     for (exp_name, own), color in zip(groups.items(), COLORS, strict=False):
@@ -209,8 +216,7 @@ def draw(
         axes.axhline(mean, color="black", linestyle="--", label=f"random policy, {len(random)} games: {mean:.3g}")
     if level is not None:
         axes.axhline(level, color="black", linestyle="--", label=f"{level_name}: {level}")
-    apart = np.median(np.concatenate([np.diff(xs) for xs, _ in runs.values()]))
-    unit = "minutes" if minutes else "steps"
+    apart = np.median(np.concatenate([np.diff(getattr(run, unit)) for run in runs.values()]))
     mean_of = f"\nmoving mean over {window * apart:,.{int(minutes)}f} {unit}" if window > 1 else ""
     explained = "; thin lines are seeds, thick ones their means" if any(len(own) > 1 for own in groups.values()) else ""
     xlabel = "minutes" if minutes else "environment steps"

@@ -130,7 +130,8 @@ def memory_table():
         runs, random, env_id, _ = curves.read(artifact(f"{name}.csv"))
         row = [env_id.split("-")[1]]
         for exp_name in ("ppo_lstm_torchcompile", "without_memory"):
-            ends = [last_tenth(*run) for (own_name, _), run in runs.items() if own_name == exp_name]
+            own = [run for (own_name, _), run in runs.items() if own_name == exp_name]
+            ends = [last_tenth(run.steps, run.values) for run in own]
             row.append(f"{statistics.mean(ends):.2f} ± {statistics.stdev(ends):.2f}")
         rows.append([*row, f"{statistics.mean(random):.2f}"])
     return Table("", ("", "PPO with memory", "without memory", "random policy"), rows)

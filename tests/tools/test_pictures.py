@@ -187,6 +187,14 @@ def test_curves_can_be_against_minutes(tmp_path, monkeypatch):
     assert list(curve.get_xdata()) == [15, 30] and curve.axes.get_xlabel() == "minutes"
 
 
+def test_minutes_that_were_not_collected_are_not_drawn(tmp_path, capsys):
+    data = tmp_path / "curves.csv"
+    write_rows(data, {("ppo", 1): [1, 2]})
+    with pytest.raises(SystemExit, match="2"):
+        curves.draw(data, tmp_path / "curves.png", minutes=True)
+    assert capsys.readouterr().err == f"error: --minutes True: {data} has none; collect runs with --minutes\n"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
