@@ -233,17 +233,15 @@ PPO = (
         EAGER,
         (
             (
-                "        self.corrections = torch.zeros_like(self.rates)",
+                "        self.corrections = self.rates.clone()",
                 """\
         settings = {"eps": self.eps, "capturable": device.type == "cuda"}
         self.optimizer = torch.optim.Adam(self.weights, lr, (self.beta1, self.beta2), **settings)
         self.optimizer.param_groups[0]["lr"] = self.lr
-        self.corrections = torch.zeros_like(self.rates)""",
+        self.corrections = self.rates.clone()""",
             ),
             (
-                """\
-        self.corrections.lerp_(self.one, self.rates)
-""",
+                "        self.m.lerp_(gradient, 1 - self.beta1)\n",
                 """\
         for parameter, part in zip(self.weights, self.parts(gradient), strict=True):
             parameter.grad = part
