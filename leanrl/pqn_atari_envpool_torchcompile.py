@@ -93,18 +93,6 @@ def orthogonal(layer, gain=2**0.5):
     return layer
 
 
-class ImageLayerNorm(nn.LayerNorm):
-    """LayerNorm of images, (batch, channels, rows, columns), in the order in which a CPU keeps them: channels last."""
-
-    def forward(self, x):
-        if x.device.type != "cpu":
-            return super().forward(x)
-        weight = self.weight.permute(1, 2, 0)
-        bias = self.bias.permute(1, 2, 0)
-        x = nn.functional.layer_norm(x.permute(0, 2, 3, 1), weight.shape, weight, bias, self.eps)
-        return x.permute(0, 3, 1, 2)
-
-
 class QNetwork(nn.Module):
     """Q(s, a) of all actions: maps uint8 (batch, 4, 84, 84) to (batch, num_actions)."""
 
@@ -112,13 +100,13 @@ class QNetwork(nn.Module):
         super().__init__()
         self.net = nn.Sequential(
             orthogonal(nn.Conv2d(4, 32, 8, stride=4)),
-            ImageLayerNorm((32, 20, 20)),
+            nn.LayerNorm((32, 20, 20)),
             nn.ReLU(),
             orthogonal(nn.Conv2d(32, 64, 4, stride=2)),
-            ImageLayerNorm((64, 9, 9)),
+            nn.LayerNorm((64, 9, 9)),
             nn.ReLU(),
             orthogonal(nn.Conv2d(64, 64, 3)),
-            ImageLayerNorm((64, 7, 7)),
+            nn.LayerNorm((64, 7, 7)),
             nn.ReLU(),
             nn.Flatten(),
             orthogonal(nn.Linear(64 * 7 * 7, 512)),

@@ -19,7 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ON_DEVICE = {"ppo_gpu_envs", "fast_td3"}
 OWN = {"Args", "SAC", "TD3", "FastTD3", "PPO", "DQN", "PQN", "train"}
-OWN_NETWORKS = {"pqn_atari_envpool"}  # algorithms whose turbo script computes a layer of its networks in another way
 OWN_CONSTANTS = {"AT_LEAST_1", "AT_MOST_1", "FIXED"}
 OWN_FLAGS = {"env_id", "total_timesteps", "num_envs", "threads", "resume", "checkpoint_interval", "capture_video"}
 OWN_FLAGS |= {"compile", "cudagraphs", "gamma", "tau", "alpha", "learning_rate", "policy_lr", "q_lr", "max_grad_norm"}
@@ -59,8 +58,6 @@ def shared(path, source):
     for name, (node, first, last) in definitions(source).items():
         if name not in OWN:
             key = (name, algorithm(path)) if is_network(node) else (name,)
-            if is_network(node) and twins(path) in OWN_NETWORKS:
-                key = (name, path.stem)
             if name == "Run" and twins(path) in ON_DEVICE:
                 key = (name, "on the device")
             places[key] = (starts[first], starts[last])
