@@ -166,6 +166,8 @@ class PPO:
         self.batch = {name: self.rollout[name].flatten(0, 1) for name in names}
         self.batch |= {name: torch.zeros(self.batch_size, device=device) for name in ("advantages", "returns")}
         self.rows = torch.zeros(self.batch_size // args.num_minibatches, dtype=torch.int64, device=device)
+        # of images: convolutions are faster on a CPU with the channels last
+        self.memory_format = torch.channels_last if device.type == "cpu" else torch.contiguous_format
 
         self.decide = self.fast(self.decide)
         self.update_minibatch = self.fast(self.update_minibatch)
@@ -219,8 +221,7 @@ class PPO:
     def update_minibatch(self):
         """One step of Adam on the transitions `rows` of the batch."""
         rows = {name: column[self.rows] for name, column in self.batch.items()}
-        if self.device.type == "cpu":
-            rows["obs"] = rows["obs"].contiguous(memory_format=torch.channels_last)  # updates are 1.2 times as fast
+        rows["obs"] = rows["obs"].contiguous(memory_format=self.memory_format)
         policy_loss, value_loss, entropy, log_ratio = self.loss(rows)
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
         ratio = log_ratio.exp()

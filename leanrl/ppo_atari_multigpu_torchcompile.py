@@ -176,6 +176,8 @@ class PPO:
         self.batch = {name: self.rollout[name].flatten(0, 1) for name in names}
         self.batch |= {name: torch.zeros(self.batch_size, device=device) for name in ("advantages", "returns")}
         self.rows = torch.zeros(self.batch_size // args.num_minibatches, dtype=torch.int64, device=device)
+        # of images: convolutions are faster on a CPU with the channels last
+        self.memory_format = torch.channels_last if device.type == "cpu" else torch.contiguous_format
         self.moments = torch.zeros(3, dtype=torch.float64, device=device)  # count, sum and sum of squares of advantages
         self.num_weights = len(self.optimizers["agent"].m)
         self.sums = torch.zeros(self.num_weights + len(LOSSES), device=device)  # of gradients and losses, over ranks
@@ -241,8 +243,7 @@ class PPO:
     def compute_gradient(self):
         """Fill `sums` with this rank's contributions to the gradient and LOSSES for its `rows` of a minibatch."""
         rows = {name: column[self.rows] for name, column in self.batch.items()}
-        if self.device.type == "cpu":
-            rows["obs"] = rows["obs"].contiguous(memory_format=torch.channels_last)  # updates are 1.2 times as fast
+        rows["obs"] = rows["obs"].contiguous(memory_format=self.memory_format)
         losses = self.loss(rows)
         policy_loss, value_loss, entropy, *_ = losses
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss

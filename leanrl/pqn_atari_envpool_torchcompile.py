@@ -8,6 +8,7 @@ The updates are those of the plain version, pqn_atari_envpool.py. Why it is fast
    `PQN.act`).
 3. The host draws random actions while the device computes the greedy ones (`PQN.act`).
 4. Q(lambda), a linear recurrence, is solved by doubling in log2(num_steps) rounds (`discounted`).
+5. On a CPU, convolutions and LayerNorm find the channels last in memory (`ImageLayerNorm`, `PQN.update_minibatch`).
 
     python leanrl/pqn_atari_envpool_torchcompile.py --env-id Breakout-v5 --compile --cudagraphs
 """
@@ -93,6 +94,22 @@ def orthogonal(layer, gain=2**0.5):
     return layer
 
 
+class ImageLayerNorm(nn.LayerNorm):
+    """LayerNorm of images (batch, channels, rows, columns), on a CPU in the order in memory: channels last."""
+
+    def __init__(self, shape):
+        super().__init__(shape)
+        self.channels_last = self.weight.device.type == "cpu"
+
+    def forward(self, x):
+        if not self.channels_last:
+            return super().forward(x)
+        weight = self.weight.permute(1, 2, 0)
+        bias = self.bias.permute(1, 2, 0)
+        x = nn.functional.layer_norm(x.permute(0, 2, 3, 1), weight.shape, weight, bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+
+
 class QNetwork(nn.Module):
     """Q(s, a) of all actions: maps uint8 (batch, 4, 84, 84) to (batch, num_actions)."""
 
@@ -100,13 +117,13 @@ class QNetwork(nn.Module):
         super().__init__()
         self.net = nn.Sequential(
             orthogonal(nn.Conv2d(4, 32, 8, stride=4)),
-            nn.LayerNorm((32, 20, 20)),
+            ImageLayerNorm((32, 20, 20)),
             nn.ReLU(),
             orthogonal(nn.Conv2d(32, 64, 4, stride=2)),
-            nn.LayerNorm((64, 9, 9)),
+            ImageLayerNorm((64, 9, 9)),
             nn.ReLU(),
             orthogonal(nn.Conv2d(64, 64, 3)),
-            nn.LayerNorm((64, 7, 7)),
+            ImageLayerNorm((64, 7, 7)),
             nn.ReLU(),
             nn.Flatten(),
             orthogonal(nn.Linear(64 * 7 * 7, 512)),
@@ -168,6 +185,8 @@ class PQN:
         self.batch = {name: self.rollout[name].flatten(0, 1) for name in ("obs", "actions", "valid")}
         self.batch["targets"] = torch.zeros(self.batch_size, device=device)
         self.rows = torch.zeros(self.batch_size // args.num_minibatches, dtype=torch.int64, device=device)
+        # of images: convolutions and LayerNorm are faster on a CPU with the channels last
+        self.memory_format = torch.channels_last if device.type == "cpu" else torch.contiguous_format
 
         self.decide = self.fast(self.decide)
         self.update_minibatch = self.fast(self.update_minibatch)
@@ -191,8 +210,7 @@ class PQN:
     def update_minibatch(self):
         """One step of RAdam on the transitions `rows` of the batch."""
         rows = {name: column[self.rows] for name, column in self.batch.items()}
-        if self.device.type == "cpu":
-            rows["obs"] = rows["obs"].contiguous(memory_format=torch.channels_last)  # updates are faster
+        rows["obs"] = rows["obs"].contiguous(memory_format=self.memory_format)
 
         # TD loss
         actions = rows["actions"].long()[:, None]

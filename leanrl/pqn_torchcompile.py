@@ -212,12 +212,10 @@ class PQN:
 
     def act(self, obs, exploration):
         """Actions for `obs`, both NumPy: each is random with probability `exploration`, else greedy."""
-        explore = self.rng.random(len(obs)) < exploration
-        count = np.count_nonzero(explore)
-        actions = self.greedy(obs) if count < len(obs) else np.empty(count, np.int64)
-        if count:
-            actions[explore] = self.rng.integers(self.num_actions, size=count)
-        return actions
+        draws, choices = self.rng.random((2, len(obs)))
+        random_actions = (choices * self.num_actions).astype(np.int64)
+        explore = draws < exploration
+        return random_actions if explore.all() else np.where(explore, random_actions, self.greedy(obs))
 
     def record(self, t, obs, next_obs, actions, rewards, terminated, ended):
         """Store step `t` of the rollout; arguments are NumPy (num_envs, ...)."""
@@ -329,6 +327,16 @@ def numpy_function(module):
     if type(module) is nn.Linear and module.bias is not None:
         weight, bias = module.weight.detach().numpy().T, module.bias.detach().numpy()[None]
         return lambda x: x.dot(weight) + bias
+    if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.bias is not None:
+        scale, shift = module.weight.detach().numpy(), module.bias.detach().numpy()
+        average = np.full((len(scale), 1), 1 / len(scale), np.float32)  # its product takes a third of np.mean's time
+
+        def layer_norm(x):
+            x = x - x.dot(average)
+            deviation = np.sqrt(np.square(x).dot(average) + module.eps)
+            return x / deviation * scale + shift
+
+        return layer_norm
     if type(module) is nn.Tanh:
         return np.tanh
     if type(module) is nn.ReLU:

@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ON_DEVICE = {"ppo_gpu_envs", "fast_td3"}
 OWN = {"Args", "SAC", "TD3", "FastTD3", "PPO", "DQN", "PQN", "train"}
+OWN_TEXTS = {("pqn_torchcompile", "numpy_function"), ("pqn_atari_envpool_torchcompile", "QNetwork")}
 OWN_CONSTANTS = {"AT_LEAST_1", "AT_MOST_1", "FIXED"}
 OWN_FLAGS = {"env_id", "total_timesteps", "num_envs", "threads", "resume", "checkpoint_interval", "capture_video"}
 OWN_FLAGS |= {"compile", "cudagraphs", "gamma", "tau", "alpha", "learning_rate", "policy_lr", "q_lr", "max_grad_norm"}
@@ -58,6 +59,8 @@ def shared(path, source):
     for name, (node, first, last) in definitions(source).items():
         if name not in OWN:
             key = (name, algorithm(path)) if is_network(node) else (name,)
+            if (path.stem, name) in OWN_TEXTS:
+                key = (name, path.stem)
             if name == "Run" and twins(path) in ON_DEVICE:
                 key = (name, "on the device")
             places[key] = (starts[first], starts[last])

@@ -354,7 +354,7 @@ def test_the_network_starts_orthogonal(script):
     layers = [layer for layer in make(script).q.modules() if hasattr(layer, "weight")]
     normed = layers[1::2]
     assert len(layers) == (9 if algorithm(script) in ATARI else 5)
-    assert all(type(layer) is nn.LayerNorm and (layer.weight == 1).all() for layer in normed)
+    assert all(isinstance(layer, nn.LayerNorm) and (layer.weight == 1).all() for layer in normed)
     for layer in layers[::2]:
         weight = layer.weight.detach().flatten(1)
         products = weight @ weight.T if len(weight) <= weight.shape[1] else weight.T @ weight
@@ -375,6 +375,37 @@ def test_the_network_is_its_formula():
         x = np.maximum(x * scale + shift, 0)
     weight, bias = parameters[-2:]
     np.testing.assert_allclose(values_of(learner, obs), x @ weight.T + bias, rtol=1e-4, atol=1e-5)
+
+
+def check_host_network(script):
+    """The network on the host is that of torch, for any weights."""
+    learner = make(script)
+    for parameter in learner.q.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    learner.start_rollout()
+    obs = np.random.default_rng(0).standard_normal((1, 3, 5)).astype(np.float32)
+    np.testing.assert_allclose(learner.host_values(obs[0]), values_of(learner, obs)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_network_on_the_host_is_that_of_torch():
+    check_host_network(TURBO["pqn"])
+
+
+def check_image_norm(script):
+    """LayerNorm of images is torch's, whether channels are first or last in memory."""
+    shape = (3, 5, 5)
+    layer, wanted = script.ImageLayerNorm(shape), nn.LayerNorm(shape)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    wanted.load_state_dict(layer.state_dict())
+    x = torch.randn(2, *shape)
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        got = layer(x.contiguous(memory_format=memory_format))
+        assert (got - wanted(x)).abs().max() < 1e-5
+
+
+def test_images_are_normalized_as_torch_does():
+    check_image_norm(TURBO["pqn_atari"])
 
 
 def check_radam(script, max_grad_norm=1e9, compile=False):
@@ -656,6 +687,7 @@ EPSILON = ("self.v.sqrt() + self.eps", "(self.v + self.eps).sqrt()", check_radam
 RECTIFIED = ("(rectification.clamp(min=0) * correction2)", "correction2", check_radam)
 SAME_STEP = ('rollout["values"][1:]', 'rollout["values"][:-1]', check_targets)
 NOT_KEPT = ('self.host_columns["actions"].numpy()[t] = actions', "pass", check_acting)
+EXCHANGED = ("self.weight.permute(1, 2, 0)", "self.weight.permute(2, 1, 0)", check_image_norm)
 BUGS = [  # algorithm, what is wrong, what is replaced by what, who notices
     (PLAIN["pqn"], "no end of episodes", *NO_END),
     (PLAIN["pqn"], "truncation is termination", TERMINATED, ' * (1 - rollout["ended"])', check_targets),
@@ -672,12 +704,15 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who notices
     (TURBO["pqn"], "the paper's threshold", *PAPERS),
     (TURBO["pqn"], "epsilon inside of the root", *EPSILON),
     (TURBO["pqn"], "no rectification", *RECTIFIED),
+    (TURBO["pqn"], "normalization without bias", "* scale + shift", "* scale", check_host_network),
+    (TURBO["pqn"], "mean deviation instead of the variance", "np.square(x)", "np.abs(x)", check_host_network),
     (TURBO["pqn_atari"], "steps that start an episode are learned", *ALL_ROWS),
     (TURBO["pqn_atari"], "values of the same step", *SAME_STEP),
     (TURBO["pqn_atari"], "actions that are not kept", *NOT_KEPT),
     (TURBO["pqn_atari"], "no end of episodes", *NO_END),
     (TURBO["pqn_atari"], "returns go on after the rollout", "        weights[-1] = 0\n", "", check_targets),
     (TURBO["pqn_atari"], "sign of the loss", "gradient(td_loss)", "gradient(-td_loss)", check_descent),
+    (TURBO["pqn_atari"], "rows and columns are exchanged", *EXCHANGED),
     (PLAIN["pqn_atari"], "steps that start an episode are learned", *ALL_ROWS),
     (PLAIN["pqn_atari"], "no end of episodes", *NO_END),
     (PLAIN["pqn_atari"], "returns go on in the next episode", *GO_ON),
