@@ -176,7 +176,7 @@ class PPO:
         self.batch = {name: self.rollout[name].flatten(0, 1) for name in names}
         self.batch |= {name: torch.zeros(self.batch_size, device=device) for name in ("advantages", "returns")}
         self.rows = torch.zeros(self.batch_size // args.num_minibatches, dtype=torch.int64, device=device)
-        # of images: convolutions are faster on a CPU with the channels last
+        # layout of images: convolutions are faster on a CPU with the channels last
         self.memory_format = torch.channels_last if device.type == "cpu" else torch.contiguous_format
         self.moments = torch.zeros(3, dtype=torch.float64, device=device)  # count, sum and sum of squares of advantages
         self.num_weights = len(self.optimizers["agent"].m)
@@ -403,7 +403,7 @@ def needed_guards(guards):
 class ClippedAdam:
     """Adam (Kingma and Ba 2015, arXiv:1412.6980) with gradient clipping, for use in compiled functions.
 
-    There, torch.optim's breaks the graph. The gradients of all weights are one vector, with one norm and one Adam. To
+    torch.optim.Adam breaks the graph there. The gradients of all weights are one vector, with one norm and one Adam. To
     change the learning rate, call `lr.fill_(value)`.
     """
 

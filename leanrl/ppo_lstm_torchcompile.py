@@ -572,7 +572,7 @@ class Normalizer:
 class ClippedAdam:
     """Adam (Kingma and Ba 2015, arXiv:1412.6980) with gradient clipping, for use in compiled functions.
 
-    There, torch.optim's breaks the graph. The gradients of all weights are one vector, with one norm and one Adam. To
+    torch.optim.Adam breaks the graph there. The gradients of all weights are one vector, with one norm and one Adam. To
     change the learning rate, call `lr.fill_(value)`.
     """
 

@@ -8,7 +8,7 @@ The updates are those of the plain version, pqn_atari_envpool.py. Why it is fast
    `PQN.act`).
 3. The host draws random actions while the device computes the greedy ones (`PQN.act`).
 4. Q(lambda), a linear recurrence, is solved by doubling in log2(num_steps) rounds (`discounted`).
-5. On a CPU, convolutions and LayerNorm find the channels last in memory (`ImageLayerNorm`, `PQN.update_minibatch`).
+5. On a CPU, convolutions and LayerNorm work on images that are stored channels-last (`ImageLayerNorm`).
 
     python leanrl/pqn_atari_envpool_torchcompile.py --env-id Breakout-v5 --compile --cudagraphs
 """
@@ -95,7 +95,7 @@ def orthogonal(layer, gain=2**0.5):
 
 
 class ImageLayerNorm(nn.LayerNorm):
-    """LayerNorm of images (batch, channels, rows, columns), on a CPU in the order in memory: channels last."""
+    """LayerNorm of images (batch, channels, rows, columns). On a CPU it works channels-last, as convolutions do."""
 
     def __init__(self, shape):
         super().__init__(shape)
@@ -185,7 +185,7 @@ class PQN:
         self.batch = {name: self.rollout[name].flatten(0, 1) for name in ("obs", "actions", "valid")}
         self.batch["targets"] = torch.zeros(self.batch_size, device=device)
         self.rows = torch.zeros(self.batch_size // args.num_minibatches, dtype=torch.int64, device=device)
-        # of images: convolutions and LayerNorm are faster on a CPU with the channels last
+        # layout of images: convolutions and LayerNorm are faster on a CPU with the channels last
         self.memory_format = torch.channels_last if device.type == "cpu" else torch.contiguous_format
 
         self.decide = self.fast(self.decide)
@@ -350,7 +350,7 @@ def epsilon(step, args):
 class ClippedRAdam:
     """RAdam (Liu et al. 2019, arXiv:1908.03265) with gradient clipping, for use in compiled functions.
 
-    There, torch.optim's breaks the graph. The gradients of all weights are one vector. To change the learning rate,
+    torch.optim.RAdam breaks the graph there. The gradients of all weights are one vector. To change the learning rate,
     call `lr.fill_(value)`.
     """
 
@@ -369,8 +369,8 @@ class ClippedRAdam:
     def step_sizes(self):
         """Sizes of the first steps, (20_000, 2), with rectification and without it (algorithm 2): one of them is 0.
 
-        Later sizes are equal to the last, to float32's precision. They are computed once, because a compiled step would
-        repeat the computation throughout its loop over the weights.
+        Later sizes are equal to the last, to float32's precision. The table is computed once: a compiled step would
+        compute the formula again for every weight.
         """
         t = torch.arange(1, 20_001, dtype=torch.float64)
         correction1 = 1 - self.beta1**t

@@ -147,7 +147,7 @@ class PQN:
         columns = [column.numpy() for column in self.host_rollout.split(self.rollout_widths, -1)]  # the same memory
         self.obs, self.next_obs, *scalars = columns
         self.actions, self.rewards, self.terminated, self.ended = (scalar[..., 0] for scalar in scalars)
-        self.weights = torch.full((args.num_steps, 1, 1), args.q_lambda, device=device)  # of longer returns
+        self.weights = torch.full((args.num_steps, 1, 1), args.q_lambda, device=device)  # lambda, at the end 0
         self.weights[-1] = 0
 
         # all transitions, and a minibatch: obs, actions, targets
@@ -203,7 +203,7 @@ class PQN:
         self.updates += 1
 
     def start_rollout(self):
-        """Wait for the newest weights."""
+        """Copy the newest weights to the host."""
         self.host_q.load_state_dict(self.q.state_dict())
 
     def greedy(self, obs):
@@ -329,7 +329,7 @@ def numpy_function(module):
         return lambda x: x.dot(weight) + bias
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.bias is not None:
         scale, shift = module.weight.detach().numpy(), module.bias.detach().numpy()
-        average = np.full((len(scale), 1), 1 / len(scale), np.float32)  # its product takes a third of np.mean's time
+        average = np.full((len(scale), 1), 1 / len(scale), np.float32)  # x.dot(average) takes a third of np.mean's time
 
         def layer_norm(x):
             x = x - x.dot(average)
@@ -371,7 +371,7 @@ class DirectEnvs(gym.vector.VectorWrapper):
 class ClippedRAdam:
     """RAdam (Liu et al. 2019, arXiv:1908.03265) with gradient clipping, for use in compiled functions.
 
-    There, torch.optim's breaks the graph. The gradients of all weights are one vector. To change the learning rate,
+    torch.optim.RAdam breaks the graph there. The gradients of all weights are one vector. To change the learning rate,
     call `lr.fill_(value)`.
     """
 
@@ -390,8 +390,8 @@ class ClippedRAdam:
     def step_sizes(self):
         """Sizes of the first steps, (20_000, 2), with rectification and without it (algorithm 2): one of them is 0.
 
-        Later sizes are equal to the last, to float32's precision. They are computed once, because a compiled step would
-        repeat the computation throughout its loop over the weights.
+        Later sizes are equal to the last, to float32's precision. The table is computed once: a compiled step would
+        compute the formula again for every weight.
         """
         t = torch.arange(1, 20_001, dtype=torch.float64)
         correction1 = 1 - self.beta1**t

@@ -33,15 +33,16 @@ from common.tables import Table, spread
 
 MODES = tuple(TURBO_FLAGS)
 STEPS = {"sac_continuous_action": 9_000, "td3_continuous_action": 30_000, "ppo_continuous_action": 60_000}
-STEPS |= {"dqn": 100_000}  # warm-up and half a minute of steady training on 2 cores
+STEPS |= {"dqn": 100_000, "pqn": 200_000}  # warm-up and half a minute of steady training on 2 cores
 UNTOUCHED = "untouched"
 TOLERANCE = 2e-5  # of the distance that the parameters move
 SHORT = {"batch_size": 32, "buffer_size": 1000, "learning_starts": 50, "total_timesteps": 110}
-VERIFIED = {  # flags of the runs compared by `--verify`; in those of PPO and DQN, episodes end
+VERIFIED = {  # flags of the runs compared by `--verify`; in those of PPO, DQN and PQN, episodes end
     "sac_continuous_action": SHORT | {"env_id": "Pendulum-v1"},
     "td3_continuous_action": SHORT | {"env_id": "Pendulum-v1"},
     "ppo_continuous_action": {"env_id": "Pendulum-v1", "num_steps": 128, "update_epochs": 2, "total_timesteps": 384},
     "dqn": SHORT | {"total_timesteps": 350},
+    "pqn": {"num_steps": 64, "update_epochs": 2, "total_timesteps": 1024},
 }
 
 

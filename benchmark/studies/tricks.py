@@ -340,4 +340,95 @@ DQN = (
     NEEDED_GUARDS,
     cpp_wrapper("DQN.fast"),
 )
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PQN
+# ---------------------------------------------------------------------------------------------------------------------
+
+PQN = (
+    numpy_acting("host_values", "host_q"),
+    Trick(
+        "numpy_layer_norm",
+        "numpy_function",
+        "LayerNorm in NumPy, not by calling the layer",
+        ALL,
+        (("    if type(module) is nn.LayerNorm and ", "    if False and "),),
+    ),
+    DIRECT_ENVS,
+    Trick(
+        "targets_by_doubling",
+        "discounted",
+        "targets by doubling, not by a loop over steps",
+        ALL,
+        (
+            (
+                "    sums = terms\n    covered = 1\n",
+                """\
+    sums = terms.clone()
+    for t in reversed(range(len(terms) - 1)):
+        sums[t] += decay[t] * sums[t + 1]
+    return sums
+    covered = 1
+""",
+            ),
+        ),
+    ),
+    Trick(
+        "flat_radam",
+        "ClippedRAdam.step",
+        "RAdam on one vector of all gradients, not `torch.optim.RAdam` on each parameter",
+        EAGER,
+        (
+            (
+                "        self.sizes = self.step_sizes().to(device)\n",
+                """\
+        settings = {"eps": self.eps, "capturable": device.type == "cuda"}
+        self.optimizer = torch.optim.RAdam(self.weights, lr, (self.beta1, self.beta2), **settings)
+        self.optimizer.param_groups[0]["lr"] = self.lr
+        self.sizes = self.step_sizes().to(device)
+""",
+            ),
+            (
+                "        self.m.lerp_(gradient, 1 - self.beta1)\n",
+                """\
+        for parameter, part in zip(self.weights, self.parts(gradient), strict=True):
+            parameter.grad = part
+        self.optimizer.step()
+        return norm
+""",
+            ),
+        ),
+    ),
+    Trick(
+        "one_graph",
+        "PQN.update_minibatch",
+        "RAdam in the compiled graph of forward and backward pass, not after it",
+        COMPILED,
+        (
+            (
+                '    def update_minibatch(self):\n        """One step of RAdam on `minibatch`."""\n',
+                "    def compute_gradient(self):\n",
+            ),
+            (
+                """\
+        grad_norm = self.optimizers["q"].step(gradient)
+        self.store(grad_norm=grad_norm)
+""",
+                """\
+        return gradient
+
+    def update_minibatch(self):
+        grad_norm = self.optimizers["q"].step(self.compute_gradient())
+        self.store(grad_norm=grad_norm)
+""",
+            ),
+            (
+                "        self.update_minibatch = self.compiled(self.update_minibatch)\n",
+                "        self.compute_gradient = self.compiled(self.compute_gradient)\n",
+            ),
+        ),
+    ),
+    cpp_wrapper("PQN.compiled"),
+)
 TRICKS = {"sac_continuous_action": SAC, "td3_continuous_action": TD3, "ppo_continuous_action": PPO, "dqn": DQN}
+TRICKS |= {"pqn": PQN}

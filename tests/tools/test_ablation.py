@@ -20,6 +20,7 @@ WRONG = [  # edits that are no tricks
     ("td3_continuous_action", "torch._foreach_lerp_(targets, weights", "torch._foreach_lerp(targets, weights"),
     ("ppo_continuous_action", "self.args.gae_lambda * (1 - ended)", "self.args.gae_lambda * (1 - terminated)"),
     ("dqn", "self.args.gamma * next_q", "0.98 * next_q"),
+    ("pqn", "self.args.gamma * weights)", "0.98 * weights)"),
 ]
 
 
