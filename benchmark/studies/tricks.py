@@ -120,6 +120,69 @@ def numpy_acting(function, network):
     )
 
 
+def flat_optimizer(name, line):
+    """torch.optim's `name` instead of the script's own; `line` is one of its constructor, after all arguments."""
+    return Trick(
+        f"flat_{name.lower()}",
+        f"Clipped{name}.step",
+        f"{name} on one vector of all gradients, not `torch.optim.{name}` on each parameter",
+        EAGER,
+        (
+            (
+                line,
+                f"""\
+        settings = {{"eps": self.eps, "capturable": device.type == "cuda"}}
+        self.optimizer = torch.optim.{name}(self.weights, lr, (self.beta1, self.beta2), **settings)
+        self.optimizer.param_groups[0]["lr"] = self.lr
+{line}""",
+            ),
+            (
+                "        self.m.lerp_(gradient, 1 - self.beta1)\n",
+                """\
+        for parameter, part in zip(self.weights, self.parts(gradient), strict=True):
+            parameter.grad = part
+        self.optimizer.step()
+        return norm
+""",
+            ),
+        ),
+    )
+
+
+def one_graph(learner, optimizer, network, docstring):
+    """`docstring` is that of `update_minibatch`."""
+    step = f'self.optimizers["{network}"].step'
+    return Trick(
+        "one_graph",
+        f"{learner}.update_minibatch",
+        f"{optimizer} in the compiled graph of forward and backward pass, not after it",
+        COMPILED,
+        (
+            (
+                f'    def update_minibatch(self):\n        """{docstring}"""\n',
+                "    def compute_gradient(self):\n",
+            ),
+            (
+                f"""\
+        grad_norm = {step}(gradient)
+        self.store(grad_norm=grad_norm)
+""",
+                f"""\
+        return gradient
+
+    def update_minibatch(self):
+        grad_norm = {step}(self.compute_gradient())
+        self.store(grad_norm=grad_norm)
+""",
+            ),
+            (
+                "        self.update_minibatch = self.compiled(self.update_minibatch)\n",
+                "        self.compute_gradient = self.compiled(self.compute_gradient)\n",
+            ),
+        ),
+    )
+
+
 def cpp_wrapper(where):
     return Trick(
         "cpp_wrapper",
@@ -226,60 +289,8 @@ PPO = (
             ),
         ),
     ),
-    Trick(
-        "flat_adam",
-        "ClippedAdam.step",
-        "Adam on one vector of all gradients, not `torch.optim.Adam` on each parameter",
-        EAGER,
-        (
-            (
-                "        self.corrections = self.rates.clone()",
-                """\
-        settings = {"eps": self.eps, "capturable": device.type == "cuda"}
-        self.optimizer = torch.optim.Adam(self.weights, lr, (self.beta1, self.beta2), **settings)
-        self.optimizer.param_groups[0]["lr"] = self.lr
-        self.corrections = self.rates.clone()""",
-            ),
-            (
-                "        self.m.lerp_(gradient, 1 - self.beta1)\n",
-                """\
-        for parameter, part in zip(self.weights, self.parts(gradient), strict=True):
-            parameter.grad = part
-        self.optimizer.step()
-        return norm
-""",
-            ),
-        ),
-    ),
-    Trick(
-        "one_graph",
-        "PPO.update_minibatch",
-        "Adam in the compiled graph of forward and backward pass, not after it",
-        COMPILED,
-        (
-            (
-                '    def update_minibatch(self):\n        """One step of Adam on the loss of `minibatch`."""\n',
-                "    def compute_gradient(self):\n",
-            ),
-            (
-                """\
-        grad_norm = self.optimizers["agent"].step(gradient)
-        self.store(grad_norm=grad_norm)
-""",
-                """\
-        return gradient
-
-    def update_minibatch(self):
-        grad_norm = self.optimizers["agent"].step(self.compute_gradient())
-        self.store(grad_norm=grad_norm)
-""",
-            ),
-            (
-                "        self.update_minibatch = self.compiled(self.update_minibatch)\n",
-                "        self.compute_gradient = self.compiled(self.compute_gradient)\n",
-            ),
-        ),
-    ),
+    flat_optimizer("Adam", "        self.corrections = self.rates.clone()"),
+    one_graph("PPO", "Adam", "agent", "One step of Adam on the loss of `minibatch`."),
     cpp_wrapper("PPO.compiled"),
 )
 
@@ -373,61 +384,8 @@ PQN = (
             ),
         ),
     ),
-    Trick(
-        "flat_radam",
-        "ClippedRAdam.step",
-        "RAdam on one vector of all gradients, not `torch.optim.RAdam` on each parameter",
-        EAGER,
-        (
-            (
-                "        self.sizes = self.step_sizes().to(device)\n",
-                """\
-        settings = {"eps": self.eps, "capturable": device.type == "cuda"}
-        self.optimizer = torch.optim.RAdam(self.weights, lr, (self.beta1, self.beta2), **settings)
-        self.optimizer.param_groups[0]["lr"] = self.lr
-        self.sizes = self.step_sizes().to(device)
-""",
-            ),
-            (
-                "        self.m.lerp_(gradient, 1 - self.beta1)\n",
-                """\
-        for parameter, part in zip(self.weights, self.parts(gradient), strict=True):
-            parameter.grad = part
-        self.optimizer.step()
-        return norm
-""",
-            ),
-        ),
-    ),
-    Trick(
-        "one_graph",
-        "PQN.update_minibatch",
-        "RAdam in the compiled graph of forward and backward pass, not after it",
-        COMPILED,
-        (
-            (
-                '    def update_minibatch(self):\n        """One step of RAdam on `minibatch`."""\n',
-                "    def compute_gradient(self):\n",
-            ),
-            (
-                """\
-        grad_norm = self.optimizers["q"].step(gradient)
-        self.store(grad_norm=grad_norm)
-""",
-                """\
-        return gradient
-
-    def update_minibatch(self):
-        grad_norm = self.optimizers["q"].step(self.compute_gradient())
-        self.store(grad_norm=grad_norm)
-""",
-            ),
-            (
-                "        self.update_minibatch = self.compiled(self.update_minibatch)\n",
-                "        self.compute_gradient = self.compiled(self.compute_gradient)\n",
-            ),
-        ),
-    ),
+    flat_optimizer("RAdam", "        self.sizes = self.step_sizes().to(device)"),
+    one_graph("PQN", "RAdam", "q", "One step of RAdam on `minibatch`."),
     cpp_wrapper("PQN.compiled"),
 )
 TRICKS = {"sac_continuous_action": SAC, "td3_continuous_action": TD3, "ppo_continuous_action": PPO, "dqn": DQN}
