@@ -78,7 +78,7 @@ def about(results):
         words.append(dates(results))
     stale = [ALGORITHMS[result["algo"]].title for result in results if changed(result) != []]
     if stale:
-        names = f": {', '.join(stale)}" if len(stale) < len(results) else " of the scripts"
+        names = f": {'; '.join(stale)}" if len(stale) < len(results) else " of the scripts"
         words.append(f"{EARLIER}{names}")
     return "; ".join(words)
 
