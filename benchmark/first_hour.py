@@ -1,4 +1,4 @@
-"""Run the measurements that need a real GPU, one after another; each runs once.
+"""Run the longer measurements that need a real GPU, one after another; each runs once.
 
     ./run.sh --gpu-first-hour            # an hour at most; the same command resumes where it stopped
     ./run.sh --gpu-first-hour --dry-run  # print the commands
@@ -23,18 +23,14 @@ from common.arguments import from_low, parse, stop
 from common.folders import locked
 
 SPEED = "-m benchmark.speed --quick"
-FASTEST = f"{SPEED} --modes plain compile+cudagraphs"
 OFF_POLICY = "sac_continuous_action td3_continuous_action"
-SOME = f"--algos {OFF_POLICY} ppo_atari_envpool dqn_atari sac_atari"
-PROFILED = "leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs --total-timesteps 6000"
 AUTOTUNE = "--compile-mode max-autotune-no-cudagraphs"
 STEPS = {  # the arguments of `python`
     "tests": "-m pytest -m gpu -k real",
-    "profile": f"-m instruments --profile -- {PROFILED} --run-dir {{runs}}/profile",
     "speed": SPEED,
     "autotune": f"{SPEED} --modes compile+cudagraphs --algos {OFF_POLICY} --flags='{AUTOTUNE}' --out {{runs}}/autotune",
-    "tf32": f"{FASTEST} {SOME} --flags='--matmul-precision high' --out {{runs}}/tf32",
-    "threads": f"{FASTEST} {SOME} --flags='--threads 1' --out {{runs}}/threads",
+    "threads": f"{SPEED} --modes plain compile+cudagraphs --algos {OFF_POLICY} ppo_atari_envpool dqn_atari sac_atari "
+    "--flags='--threads 1' --out {runs}/threads",
     "learning": "-m benchmark.speed --learn --modes plain compile+cudagraphs --seeds 1 2 --total-timesteps 100000 "
     f"--algos {OFF_POLICY} --env-ids HalfCheetah-v5 --out {{runs}}/learning",
 }

@@ -2,7 +2,7 @@
 
 import sys
 
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from tqdm import tqdm
 
 from common.steady import Clock
@@ -59,7 +59,7 @@ class Profile(Instrument):
     def begin(self):
         on_cuda = self.run.learner.device.type == "cuda"
         self.order = "self_device_time_total" if on_cuda else "self_cpu_time_total"
-        self.profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda])
+        self.profiler = profile()  # of the host and, where there is one, the GPU
         self.profiler.__enter__()
 
     def finish(self):

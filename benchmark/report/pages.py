@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from benchmark import editions
 from benchmark.algorithms import named
+from benchmark.gpu_report import tables as gpu_report
 from benchmark.report import curves, figures, tables
 from benchmark.report.data import grouped, load
 from benchmark.report.tables import learning_tables, speed_tables
@@ -42,6 +43,7 @@ PAGES = {  # tables by page, beside those of README.md and doc/report.html; "cur
     "doc/speed.md": ("speed", "start"),
     "doc/tricks.md": (*(f"tricks of {algo}" for algo in ablation.TRICKS), "scaling", "tips"),
     "doc/counted_costs.md": ("launches",),
+    "doc/on_a_gpu.md": ("gpu",),
     "doc/torch_compile.md": ("modes",),
     "doc/debugging.md": ("overhead",),
 }
@@ -98,6 +100,7 @@ def texts(results):
         "population": population.table(measured),
         "launches": launches.table(counted),
         "agents": launches.population_table(counted),
+        "gpu": gpu_report.page([read(path) for path in sorted(measured.glob("*/gpu_report.json"))]),
     }
     pages = {page: {name: known[name] for name in names} for page, names in PAGES.items()}
     headline = tables.sentence(results)

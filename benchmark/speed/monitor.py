@@ -15,7 +15,7 @@ from common.arguments import refuse
 INTERVAL = 0.5  # seconds
 ROWS = 100  # of a table
 CPU_COLUMNS = ["seconds", "cores"]
-GPU_COLUMNS = ["gpu_percent", "gpu_memory_mib", "gpu_watts"]
+GPU_COLUMNS = ["gpu_percent", "gpu_memory_mib", "gpu_watts", "gpu_mhz"]
 
 
 class Monitor:
@@ -63,7 +63,16 @@ class Monitor:
         rows = self.samples[name]
         parts = np.array_split(np.array(rows), min(len(rows), ROWS)) if rows else []
         means = [[round(float(value), 2) for value in part.mean(0)] for part in parts]
-        return {"columns": CPU_COLUMNS + (GPU_COLUMNS if self.card else []), "rows": means}
+        return {"columns": self.columns, "rows": means}
+
+    def medians(self, name):
+        """The median load of `name`, by column."""
+        medians = np.median(self.samples[name], 0).round(2).tolist()
+        return dict(zip(self.columns[1:], medians[1:], strict=True)) | {"samples": len(self.samples[name])}
+
+    @property
+    def columns(self):
+        return CPU_COLUMNS + (GPU_COLUMNS if self.card else [])
 
 
 class Card:
@@ -79,11 +88,12 @@ class Card:
         self.handle = self.nvml.nvmlDeviceGetHandleByIndex(0)
 
     def sample(self):
-        """The values of GPU_COLUMNS: share of time with a running kernel, MiB in use, watts."""
+        """The values of GPU_COLUMNS: share of time with a running kernel, MiB in use, watts, the processors' clock."""
         return [
             self.nvml.nvmlDeviceGetUtilizationRates(self.handle).gpu,
             self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used / 2**20,
             self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000,
+            self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM),
         ]
 
 

@@ -122,19 +122,11 @@ def command(args, program, seed, folder):
     return [*program, *common, *args.flags.split()]
 
 
-class Enough(BaseException):
-    """Ends a round from one of its callbacks: the programs that still train are killed."""
-
-
-def ignore(*inputs):
-    pass
-
-
-def run_round(args, programs, seed, on_slice=ignore, after_slice=ignore, together=False):
-    """Train `programs`, by name, with one seed: warm up one after another, or `together`, then take turns in slices.
+def run_round(args, programs, seed, on_slice=lambda name: None):
+    """Train `programs`, by name, with one seed: warm up one after another, then take turns in slices.
 
     Returns exit codes by name, which are not 0 for programs that crashed. `on_slice` is called with a name at the start
-    of a slice; `after_slice` with name, steps and seconds at its end, and with 0 steps once the program is warm.
+    of a slice.
     """
     statuses = {}
     processes = {}
@@ -144,10 +136,8 @@ def run_round(args, programs, seed, on_slice=ignore, after_slice=ignore, togethe
     def wait(name):
         on_slice(name)
         with monitor.watching(name, processes[name].pid):
-            ended = processes[name].stdout.readline().split()
+            ended = processes[name].stdout.readline() == ""
         if ended:
-            after_slice(name, int(ended[0]), float(ended[1]))
-        else:
             statuses[name] = processes.pop(name).wait()
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
@@ -157,17 +147,12 @@ def run_round(args, programs, seed, on_slice=ignore, after_slice=ignore, togethe
                 variables = os.environ | cold(Path(caches, name)) | environment(name)
                 words = command(args, program, seed, folders[name])
                 processes[name] = start(words, folders[name] / "log.txt", env=variables, **pipes)
-                if not together:
-                    wait(name)
-            for name in programs if together else ():
                 wait(name)
             while processes:
                 for name in list(processes):
                     with contextlib.suppress(BrokenPipeError):  # it has died, which `wait` will report
                         print(file=processes[name].stdin, flush=True)
                     wait(name)
-        except Enough:
-            pass
         finally:
             for process in processes.values():
                 end(process)

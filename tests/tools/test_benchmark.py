@@ -215,19 +215,23 @@ def test_a_monitor_sees_who_works(tmp_path):
     _, (_, cores) = watch.table("idle")["rows"]
     assert cores == 0
     watch.samples["long"] = [[i, 2 * i] for i in range(1000)]
+    assert watch.medians("long") == {"cores": 999.0, "samples": 1000}
     assert watch.table("long")["rows"][:2] == [[4.5, 9], [14.5, 29]] and len(watch.table("long")["rows"]) == 100
 
 
 def test_a_monitor_reads_a_card(monkeypatch):
     calls = {"nvmlInit": None, "nvmlDeviceGetHandleByIndex": "card"}
     calls |= {"nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=61), "nvmlDeviceGetPowerUsage": 350_500}
-    calls |= {"nvmlDeviceGetMemoryInfo": SimpleNamespace(used=3 * 2**30)}
-    pynvml = SimpleNamespace(**{name: lambda *args, value=value: value for name, value in calls.items()})
+    calls |= {"nvmlDeviceGetMemoryInfo": SimpleNamespace(used=3 * 2**30), "nvmlDeviceGetClockInfo": 1980}
+    pynvml = SimpleNamespace(
+        NVML_CLOCK_SM=1, **{name: lambda *args, value=value: value for name, value in calls.items()}
+    )
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
     assert dict(zip(monitor.GPU_COLUMNS, monitor.Card().sample(), strict=True)) == {
         "gpu_percent": 61,
         "gpu_memory_mib": 3072,
         "gpu_watts": 350.5,
+        "gpu_mhz": 1980,
     }
 
 

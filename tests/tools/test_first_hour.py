@@ -112,10 +112,3 @@ def test_commands_of_speed_steps_are_accepted(name, monkeypatch, capsys):
         (name, *flags) = words[3:] if words[1] == "-m" else [words[1].split("/")[1].removesuffix(".py"), *words[2:]]
         assert name.removesuffix("_torchcompile") in ALGORITHMS
         tyro.cli(scripts.load(name).Args, args=flags)
-
-
-def test_the_command_of_the_profile_is_accepted():
-    words = words_of("profile")
-    at = words.index("--")
-    assert words[:at] == ["-m", "instruments", "--profile"] and (ROOT / words[at + 1]).exists()
-    tyro.cli(scripts.load("sac_continuous_action_torchcompile").Args, args=words[at + 2 :])

@@ -1,90 +1,266 @@
-"""`./run.sh --gpu-report` on the emulated device: a table, a file, and what failed."""
+"""`./run.sh --gpu-report`: a table and files, complete at every moment, whatever fails."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
-from conftest import WITH_PYTHON, emulated_cuda
+from conftest import WITH_PYTHON, wait_for
 
-from benchmark import gpu_report
-from benchmark.speed import rounds
+from benchmark.gpu_report import __main__ as report
+from benchmark.gpu_report import cases, measure, programs, tables
 from common import ROOT
+from instruments import traces
 
-PROGRAM = f"""
-import sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tools")!r}]
-from emulated_cuda import emulated_cuda
-from benchmark.speed import interleaved
-if "--compile" in sys.argv:
-    raise SystemExit("error: this device compiles nothing")
-with emulated_cuda():
-    interleaved.main(*sys.argv[1:])
+PROFILE = {"launches_per_step": 76.0, "us_per_step": 500.0, "busy_us_per_step": 400.0, "busy_share": 0.8}
+PROFILE |= {"gaps_per_step": {"over 1 us": 3.0}, "kernels": []}
+# in place of turns.py: trains at 1000 steps per second, unless `behaviors` says otherwise for the script and its flags
+STAND_IN = """
+import json, sys, time
+behaviors, speeds, profile = json.loads({settings!r})
+words = sys.argv[1:]
+mode = "+".join(word[2:] for word in words if word in ("--compile", "--cudagraphs", "--matmul-precision"))
+mode = mode or ("eager" if words[0].endswith("_torchcompile") else "plain")
+behavior = behaviors.get(words[0].removesuffix("_torchcompile") + " " + mode)
+if behavior == "fails":
+    raise SystemExit("error: out of luck")
+if behavior == "is never warm":
+    time.sleep(600)
+print(json.dumps(dict(warm=True)), flush=True)
+for line in sys.stdin:
+    order = json.loads(line)
+    if behavior == "dies":
+        raise SystemExit("error: died while training")
+    if behavior == "is silent":
+        time.sleep(600)
+    if "profile" in order:
+        print(json.dumps(dict(profile=profile)), flush=True)
+        continue
+    time.sleep(order["seconds"])
+    steps = order["seconds"] * speeds.get(mode, 1000)
+    print(json.dumps(dict(steps=steps, seconds=order["seconds"], memory_mib=1234)), flush=True)
 """
-SMALL = {
-    "sac_continuous_action": "--learning-starts 100 --buffer-size 1000 --batch-size 8",
-    "ppo_continuous_action": "--num-steps 64 --num-minibatches 2 --update-epochs 1",
-    "ppo_atari_envpool": "--num-envs 2 --num-steps 8 --num-minibatches 2 --update-epochs 1",
-}
+SPEEDS = {"plain": 500, "compile+cudagraphs": 2000}
+TESTS = "import pytest\n\ndef test_good():\n    pass\n\ndef test_bad():\n    assert 1 == 2\n"
 
 
-SLICES = {"sac_continuous_action": 20, "ppo_continuous_action": 64, "ppo_atari_envpool": 16}
+class Rehearsal:
+    """The report with stand-ins for programs and tests; `behaviors` are by algorithm and mode."""
+
+    def __init__(self, folder):
+        self.stand_in, self.tests, self.out = folder / "stand_in.py", folder / "test_both.py", folder / "out"
+        self.tests.write_text(TESTS)
+        self.names = ["test_both.py::test_good"]
+        self.room = 99
+
+    def write(self, behaviors):
+        settings = json.dumps([behaviors, SPEEDS, PROFILE])
+        self.stand_in.write_text(STAND_IN.format(settings=settings))
+
+    def run(self, monkeypatch, behaviors, algos=("pqn",), seconds=18.0, warm=8.0):
+        self.write(behaviors)
+        monkeypatch.setattr(programs, "TURNS", (self.stand_in,))
+        start_tests = measure.Measurement.start_tests
+        start_own = lambda this, *names: start_tests(this, *(self.tests.with_name(name) for name in names))  # noqa: E731
+        monkeypatch.setattr(measure.Measurement, "start_tests", start_own)
+        monkeypatch.setattr(measure, "tests_of", lambda *inputs: self.names)
+        monkeypatch.setattr(measure, "room", lambda: self.room)
+        monkeypatch.setattr(measure, "LAST", 2)
+        monkeypatch.setattr(measure, "SLICE", 0.2)
+        with pytest.raises(SystemExit) as ended:
+            report.main(report.Args(emulated=True, algos=algos, seconds=seconds, warm=warm, out=self.out))
+        return ended.value.code, self.stored()
+
+    def stored(self):
+        return json.loads((self.out / "report.json").read_text())
 
 
 @pytest.fixture
-def report(tmp_path, monkeypatch):
-    """The exit code of the program on a machine with an emulated card, and the file that it writes."""
-    program = tmp_path / "emulated.py"
-    program.write_text(PROGRAM)
-    monkeypatch.setattr(rounds, "INTERLEAVED", (program,))
-    modes = {"plain": (str(program), "{algo}")}
-    modes |= {mode: (str(program), "{algo}_torchcompile", *flags) for mode, flags in rounds.TURBO_FLAGS.items()}
-    monkeypatch.setattr(rounds, "MODES", modes)
-    monkeypatch.setattr(gpu_report, "FLAGS", SMALL)
-    monkeypatch.setattr(gpu_report, "SLICES", SLICES)
-    monkeypatch.setattr(gpu_report, "AGREEMENT", "-c \"print('12 passed')\"")
+def rehearsal(tmp_path):
+    return Rehearsal(tmp_path)
 
-    def run(**settings):
-        with emulated_cuda(), pytest.raises(SystemExit) as ended:
-            gpu_report.main(gpu_report.Args(seconds=0.5, out=tmp_path / "results", **settings))
-        (path,) = tmp_path.glob("results/*/gpu_report.json")
-        return ended.value.code, json.loads(path.read_text())
 
-    return run
+def test_a_report(rehearsal, monkeypatch, capsys):
+    code, stored = rehearsal.run(monkeypatch, {}, ("sac_continuous_action", "pqn"), seconds=40.0, warm=30.0)
+    assert code == 0 and stored["agreement"]["says"] == "1 passed, 0 failed, 0 skipped"
+    assert set(stored["editions"]) == {f"{algo}{end}" for algo in stored["speeds"] for end in ("", "_torchcompile")}
+    for algo, own in stored["speeds"].items():
+        assert own.keys() == set(cases.modes_of(algo))
+        for mode, result in own.items():
+            assert result["steps_per_second"] == pytest.approx(SPEEDS.get(mode, 1000)) and result["memory_mib"] == 1234
+            assert result["slices"] == 2 and len(result["slice_speeds"]) == 3 and result["warm_after_seconds"] > 0
+    assert [name for name, _ in stored["phases"]] == ["warm-up", "measure", "more tests", "end"]
+    assert len(stored["profiles"]) == 5 and "kernels" not in stored["profiles"]["sac_continuous_action, plain"]
+    assert "kernels" in json.loads((rehearsal.out / "profile.json").read_text())["sac_continuous_action, plain"]
+    assert not (rehearsal.out / "failures.log").exists() and (rehearsal.out / "tests.log").exists()
+    table = (rehearsal.out / "table.txt").read_text()
+    assert table.strip() in capsys.readouterr().out
+    sac, pqn = (line for line in table.splitlines() if line.startswith(("| SAC, H", "| PQN, C")) and "(" in line)
+    speeds = "500 (1.00) | 1,000 (2.00) | 1,000 (2.00) | 1,000 (2.00) | 2,000 (4.00)"
+    assert sac == f"| SAC, HalfCheetah-v5 | {speeds} | 1,000 |"  # TF32 has no ratio: plain's precision is higher
+    assert pqn == f"| PQN, CartPole-v1 | {speeds} | - |"
+    assert "| sac_continuous_action, plain | 76.0 | 500.0 | 400.0 | 80% | 3.0 |" in table
 
 
 @pytest.mark.thorough
-def test_a_report_from_the_emulated_device(report, capsys):
+def test_what_fails_is_named_and_the_rest_is_measured(rehearsal, monkeypatch, capsys):
+    """A script that fails, one that dies while training, one that is never warm, one that does not answer, a test."""
+    monkeypatch.setattr(measure, "PATIENCE", 1)
+    behaviors = {"pqn eager": "fails", "pqn cudagraphs": "dies", "pqn compile": "is never warm"}
+    rehearsal.names.append("test_both.py::test_bad")
+    code, stored = rehearsal.run(monkeypatch, behaviors | {"pqn compile+cudagraphs": "is silent"})
+    assert code == 1
+    own = stored["speeds"]["pqn"]
+    assert own["plain"]["steps_per_second"] == pytest.approx(500)
+    assert own["eager"] == {"failed": "exit code 1: error: out of luck"}
+    assert own["cudagraphs"] == {"failed": "exit code 1: error: died while training"}
+    assert own["compile"] == {"failed": "not warm in time"}
+    assert own["compile+cudagraphs"]["failed"].startswith("no answer to ")
+    (name,) = stored["agreement"]["failed"]
+    assert name.endswith("::test_bad") and "assert 1 == 2" in stored["agreement"]["failed"][name]
+    failures = (rehearsal.out / "failures.log").read_text()
+    assert failures.count("===") == 3 and "error: died while training" in failures
+    assert "| PQN, CartPole-v1 | 500 (1.00) | failed | failed | failed | failed | - |" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_without_memory_for_all_algorithms_are_measured_in_turn(rehearsal, monkeypatch):
+    """Each starts when those before it have been measured and have ended."""
+    running = []
+    start = programs.Program.__init__
+
+    def counting(self, *inputs):
+        start(self, *inputs)
+        running.append(sum(program.process.poll() is None for program in started))
+        started.append(self)
+
+    started = []
+    monkeypatch.setattr(programs.Program, "__init__", counting)
+    rehearsal.room = 7
+    code, stored = rehearsal.run(monkeypatch, {}, ("dqn", "pqn"), seconds=40.0, warm=20.0)
+    assert code == 0 and max(running) == 4
+    assert all("failed" not in result for own in stored["speeds"].values() for result in own.values())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_report_leaves_complete_files_and_no_process(number, rehearsal, tmp_path):
+    rehearsal.write({"pqn compile": "is never warm"})
+    rehearsal.tests.write_text("import time\n\ndef test_good():\n    time.sleep(600)\n")
+    code = "from benchmark.gpu_report import __main__ as report, measure, programs\n"
+    code += f"programs.TURNS, measure.SLICE = ({str(rehearsal.stand_in)!r},), 0.2\n"
+    code += f"measure.tests_of = lambda *inputs: [{str(rehearsal.tests)!r}]\nreport.end_as_at_ctrl_c()\n"
+    code += f"report.main(report.Args(emulated=True, algos=('pqn',), seconds=300, warm=8, out={str(rehearsal.out)!r}))"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True)
+    path = rehearsal.out / "report.json"
+    wait_for(lambda: path.exists() and "steps_per_second" in path.read_text())
+    ours = psutil.Process(process.pid).children(recursive=True)
+    assert len(ours) > 6  # five programs, pytest and its workers
+    os.kill(process.pid, number)
+    assert process.wait(60) == -(signal.SIGINT if number == signal.SIGTERM else number)
+    wait_for(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in ours))
+    stored = rehearsal.stored()
+    assert "steps_per_second" in json.dumps(stored["speeds"]) and "(1.00)" in (rehearsal.out / "table.txt").read_text()
+    if number == signal.SIGTERM:
+        assert stored["speeds"]["pqn"]["compile"] == {"failed": "not warm in time"}
+        assert stored["agreement"]["says"] == "0 passed, 0 failed, 0 skipped, 1 not finished"
+
+
+@pytest.mark.thorough
+def test_a_report_from_the_emulated_device(tmp_path):
     """Compiled modes fail there: they are named, the others are measured, and the exit code is 1."""
-    code, stored = report()
-    assert code == 1 and stored["agreement"] == {"passed": True, "says": "12 passed", "failed": []}
-    assert set(stored["editions"]) >= {"sac_continuous_action", "ppo_atari_envpool_torchcompile"}
-    assert stored["machine"]["gpu"] and stored["speeds"].keys() == set(gpu_report.ALGOS)
-    for own in stored["speeds"].values():
-        for mode in ("plain", "eager", "cudagraphs"):
-            assert own[mode].get("steps_per_second", 0) > 0 and own[mode]["slices"] > 0, (mode, own[mode])
-        for mode in ("compile", "compile+cudagraphs"):
-            assert own[mode] == {"failed": "error: this device compiles nothing", "exit_code": 1}
-    printed = capsys.readouterr()
-    assert "12 passed" in printed.out and printed.out.count("| failed |") == 6 and "(1.00)" in printed.out
-    assert printed.err.count("this device compiles nothing") == 6
+    variables = {
+        "NINE_EMULATED": "1",
+        "NINE_ALGOS": "sac_continuous_action pqn",
+        "NINE_SECONDS": "280",
+        "NINE_WARM": "200",
+    }
+    words = [ROOT / "run.sh", "--gpu-report", "--everything", "--out", tmp_path]
+    done = subprocess.run(words, env=WITH_PYTHON | variables, capture_output=True, text=True)
+    stored = json.loads((tmp_path / "report.json").read_text())
+    assert done.returncode == 1, done.stderr
+    assert stored["agreement"]["says"] == "2 passed, 0 failed, 0 skipped"
+    for algo, own in stored["speeds"].items():
+        for mode, result in own.items():
+            if "compile" in mode:
+                assert result == {"failed": "exit code 1: error: the emulated device compiles nothing"}
+            else:
+                assert result["steps_per_second"] > 0 and result["slices"] > 0, (algo, mode)
+    profiles = json.loads((tmp_path / "profile.json").read_text())
+    assert profiles["sac_continuous_action, cudagraphs"]["failed"] == traces.NO_KERNELS
+    assert (tmp_path / "failures.log").read_text().count("===") == 5
 
 
-def test_a_check_that_fails_is_reported(monkeypatch):
-    monkeypatch.setattr(gpu_report, "AGREEMENT", "-c \"print('FAILED a'); print('1 failed'); raise SystemExit(1)\"")
-    assert gpu_report.agreement(1) == {"passed": False, "says": "1 failed", "failed": ["FAILED a"]}
-    monkeypatch.setattr(gpu_report, "AGREEMENT", "-c 'import time; time.sleep(60)'")
-    assert gpu_report.agreement(0.01) == {"passed": False, "says": "not finished after 0.01 minutes"}
+def event(category, begin, duration, name="triton_poi", stream=7):
+    return {"ph": "X", "cat": category, "ts": begin, "dur": duration, "name": name, "args": {"stream": stream}}
+
+
+def test_a_trace_is_read(tmp_path):
+    """Two steps: kernels from 0 to 10 and, overlapping, from 8 to 12; copies from 15 to 16 and from 16.5 to 20."""
+    events = [event("kernel", 100, 10), event("kernel", 108, 4, "sgemm", 9), event("gpu_memcpy", 115, 1)]
+    events += [event("gpu_memcpy", 116.5, 3.5), event("cuda_runtime", 90, 5, "cudaGraphLaunch"), {"ph": "M"}]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events[::-1]}))
+    found = traces.summary(tmp_path / "trace.json", 2)
+    assert found["launches_per_step"] == 2 and found["launches"] == {"kernel": 1, "gpu_memcpy": 1, "gpu_memset": 0}
+    assert found["us_per_step"] == 10 and found["busy_us_per_step"] == 8.25 and found["busy_share"] == 0.825
+    assert found["gaps_per_step"]["over 0 us"] == 1 and found["gaps_per_step"]["over 2 us"] == 0.5
+    assert found["gap_us_per_step"]["over 0 us"] == 1.75 and found["longest_gaps"][0] == [3, "before triton_poi"]
+    assert found["streams"] == ["7", "9"] and found["host"] == [["cudaGraphLaunch", 0.5, 2.5]]
+    assert found["kernels"][0] == ["triton_poi", 1.5, 7.25]
+
+
+def test_a_trace_without_the_gpu_says_so(tmp_path):
+    """CUPTI is missing, or the user may not use it: torch's profiler then leaves out the GPU without an error."""
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [event("cuda_runtime", 90, 5)]}))
+    found = traces.summary(tmp_path / "trace.json", 1)
+    assert found["failed"] == traces.NO_KERNELS and "launches_per_step" not in found
+    assert tables.profile_row("SAC", found)[:2] == ["SAC", traces.NO_KERNELS]
+
+
+def test_the_tests_exist():
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-o",
+        "addopts=",
+        *cases.tests_of(cases.CASES, True),
+    ]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{len(cases.CASES)} tests collected" in done.stdout, done.stdout
+
+
+def test_variables_and_flags(monkeypatch):
+    words = [sys.executable, "-m", "benchmark.gpu_report", "--help"]
+    assert "--everything" in subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+    for name, value in {"NINE_ALGOS": "dqn pqn", "NINE_SECONDS": "90", "NINE_WARM": "", "NINE_EMULATED": "1"}.items():
+        monkeypatch.setenv(name, value)
+    args = report.Args()
+    assert (args.algos, args.seconds, args.warm, args.emulated) == (("dqn", "pqn"), 90.0, None, True)
+
+
+@pytest.mark.parametrize("flags, cores, wanted", [((), 16, 4), (("everything",), 16, 8), (("everything",), 4, 4)])
+def test_what_is_measured(flags, cores, wanted, tmp_path, monkeypatch, capsys):
+    made = []
+
+    def make(algos, seconds, *rest):
+        made.append((len(algos), seconds))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "Measurement", make)
+    monkeypatch.setattr(report.os, "cpu_count", lambda: cores)
+    with pytest.raises(KeyboardInterrupt):
+        report.main(report.Args(emulated=True, out=tmp_path, **dict.fromkeys(flags, True)))
+    assert made == [(wanted, 520 if wanted == 8 else 300)]
+    assert ("note: --everything needs 8 cores" in capsys.readouterr().err) == (bool(flags) and wanted == 4)
 
 
 def test_without_a_card_one_line_says_so():
     done = subprocess.run([ROOT / "run.sh", "--gpu-report"], env=WITH_PYTHON, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: --gpu-report needs a CUDA device")
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_the_check_selects_tests():
-    check = gpu_report.AGREEMENT.replace("real", "emulated")  # there is no real device here
-    words = [sys.executable, *gpu_report.shlex.split(check), "--collect-only"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "test_sac.py::test_modes_agree" in done.stdout and "test_ppo.py" in done.stdout

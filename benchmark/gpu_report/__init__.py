@@ -1,0 +1,1 @@
+"""First numbers from a GPU, in minutes. See __main__.py."""
