@@ -17,6 +17,7 @@ from benchmark.gpu_report.programs import Program, Programs, paused, start_low
 from benchmark.gpu_report.turns import EMULATED
 from benchmark.results import replace, store
 from benchmark.speed.monitor import Monitor
+from common.arguments import note, one_line
 from common.machine import machine
 from common.processes import end
 
@@ -26,7 +27,7 @@ SLICES = 3  # of each program; the first is not counted
 LAST = 15  # seconds before the end in which nothing new begins
 PATIENCE = 60  # seconds beyond a slice: it ends at a log, and a profile takes three
 SHORT = ("failed", "launches_per_step", "us_per_step", "busy_us_per_step", "busy_share", "gaps_per_step")
-HOST_GIB, CARD_GIB = 2.0, 1.0  # of a program, about
+HOST_GIB, CARD_GIB = 2.0, 1.5  # of a program, about
 
 
 def card():
@@ -47,6 +48,15 @@ def room():
     return int(programs)
 
 
+def monitor():
+    """Samples the load of the card too where NVML can be used."""
+    try:
+        return Monitor(not torch.cuda.is_available() or find_spec("pynvml") is not None)
+    except Exception as error:  # NVML's library or permissions are missing
+        note(f"the load of the card is not recorded ({one_line(error)})")
+        return Monitor(False)
+
+
 class Measurement:
     """Measures `algos` in `seconds`, with files in `out`: complete at every moment, also if this is killed."""
 
@@ -59,7 +69,7 @@ class Measurement:
         self.programs = Programs()
         self.others = {}  # processes beside the programs, by name
         self.room = room()
-        self.monitor = Monitor(emulated or find_spec("pynvml") is not None)
+        self.monitor = monitor()
         self.outcomes = work / "outcomes.jsonl"
         self.variables = {  # of all processes: each compiles by itself, and finds what others have compiled
             "TORCHINDUCTOR_CACHE_DIR": str(work / "cache"),

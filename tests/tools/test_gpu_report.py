@@ -148,24 +148,27 @@ def test_without_memory_for_all_algorithms_are_measured_in_turn(rehearsal, monke
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_report_leaves_complete_files_and_no_process(number, rehearsal, tmp_path):
-    rehearsal.write({"pqn compile": "is never warm"})
+    """Also while PQN trains, and its other modes, pytest and the workers of pytest stand still."""
+    rehearsal.write({"dqn compile": "is never warm"})
     rehearsal.tests.write_text("import time\n\ndef test_good():\n    time.sleep(600)\n")
     code = "from benchmark.gpu_report import __main__ as report, measure, programs\n"
     code += f"programs.TURNS, measure.SLICE = ({str(rehearsal.stand_in)!r},), 0.2\n"
+    code += "measure.room = lambda: 99\n"
     code += f"measure.tests_of = lambda *inputs: [{str(rehearsal.tests)!r}]\nreport.end_as_at_ctrl_c()\n"
-    code += f"report.main(report.Args(emulated=True, algos=('pqn',), seconds=300, warm=8, out={str(rehearsal.out)!r}))"
+    code += "args = report.Args(emulated=True, algos=('dqn', 'pqn'), seconds=300, warm=8)\n"
+    code += f"args.out = {str(rehearsal.out)!r}\nreport.main(args)"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True)
     path = rehearsal.out / "report.json"
     wait_for(lambda: path.exists() and "steps_per_second" in path.read_text())
     ours = psutil.Process(process.pid).children(recursive=True)
-    assert len(ours) > 6  # five programs, pytest and its workers
+    assert len(ours) >= 13  # ten programs, pytest and two workers
     os.kill(process.pid, number)
     assert process.wait(60) == -(signal.SIGINT if number == signal.SIGTERM else number)
     wait_for(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in ours))
     stored = rehearsal.stored()
     assert "steps_per_second" in json.dumps(stored["speeds"]) and "(1.00)" in (rehearsal.out / "table.txt").read_text()
     if number == signal.SIGTERM:
-        assert stored["speeds"]["pqn"]["compile"] == {"failed": "not warm in time"}
+        assert stored["speeds"]["dqn"]["compile"] == {"failed": "not warm in time"}
         assert stored["agreement"]["says"] == "0 passed, 0 failed, 0 skipped, 1 not finished"
 
 
