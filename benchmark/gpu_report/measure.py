@@ -184,6 +184,8 @@ class Measurement:
         self.end_programs(self.programs)
         for process in self.others.values():
             end(process)
+        for algo in self.waiting:
+            self.report["speeds"][algo] = {mode: {"failed": "not started in time"} for mode in modes_of(algo)}
         self.phase("end")
 
     def start(self, words, log):
