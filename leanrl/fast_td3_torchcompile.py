@@ -370,7 +370,7 @@ class FastTD3:
         options = torch._inductor.list_mode_options(self.args.compile_mode)
         options["guard_filter_fn"] = needed_guards
         if self.device.type == "cuda":
-            options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
+            options["combo_kernels"] = True  # fewer kernels
         return torch.compile(function, fullgraph=True, options=options)
 
     def captured(self, function):

@@ -306,7 +306,7 @@ class PPO:
             options = torch._inductor.list_mode_options(self.args.compile_mode)
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
-                options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
+                options["combo_kernels"] = True  # fewer kernels
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
             logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture

@@ -3,7 +3,7 @@
 A version of ppo_atari_envpool_torchcompile.py for torchrun, which starts one process per GPU, called a rank. An update
 equals that of a single process on the joint minibatch of all ranks:
 
-1. All ranks start with the weights of rank 0, and each plays its share of the games (`train`).
+1. All ranks start an iteration with the weights of rank 0 (`JointRun.unfinished`). Each plays its share of the games.
 2. A minibatch consists of rows that each rank draws from its own. Advantages are normalized with sums over all ranks,
    one all-reduce per epoch (`PPO.learn_epoch`, `PPO.loss`).
 3. Gradient and losses are one vector, which takes one all-reduce per minibatch. The all-reduce runs outside of graphs,
@@ -333,7 +333,7 @@ class PPO:
             options = torch._inductor.list_mode_options(self.args.compile_mode)
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
-                options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
+                options["combo_kernels"] = True  # fewer kernels
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
             logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
@@ -489,8 +489,6 @@ def train(args):
         check_shares(args)
         envs = make_games(replace(args, num_envs=share), folder)
         learner = PPO(args, envs, device)
-        for weights in learner.agent.parameters():
-            collective(dist.broadcast, weights.detach(), 0)
         with JointRun(args, folder, envs, learner) as run:
             obs, _ = envs.reset()
             while run.unfinished():
@@ -926,9 +924,14 @@ class JointRun(Run):
         self.config["ranks"] = WORLD_SIZE  # for summary.json
 
     def unfinished(self):
-        """Whether all ranks continue. A signal to any rank ends all of them after the same iteration."""
+        """Whether all ranks continue. A signal to any rank ends all of them after the same iteration.
+
+        All take the weights and moments of rank 0, as their kernels may round differently. Checkpoints hold these.
+        """
         reports = gathered((self.signal, get_generators()))
         self.learner.generators = [states for _, states in reports]
+        for tensor in tree_leaves(self.learner.tensors()):
+            collective(dist.broadcast, tensor.detach(), 0)
         signals = [number for number, _ in reports if number is not None]
         if signals and self.signal is None:
             self.on_signal(signals[0], None)

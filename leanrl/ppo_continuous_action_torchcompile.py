@@ -300,7 +300,7 @@ class PPO:
         options = torch._inductor.list_mode_options(self.args.compile_mode)
         options["guard_filter_fn"] = needed_guards
         if self.device.type == "cuda":
-            options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
+            options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels; every sum is short
         else:
             options["cpp_wrapper"] = True  # calls kernels from C++
         return torch.compile(function, fullgraph=True, options=options)

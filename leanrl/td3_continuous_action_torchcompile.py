@@ -262,7 +262,7 @@ class TD3:
             options = torch._inductor.list_mode_options(compile_mode or self.args.compile_mode)
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
-                options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels
+                options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels; every sum is short
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
             logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture

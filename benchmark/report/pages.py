@@ -42,7 +42,7 @@ PAGES = {  # tables by page, beside those of README.md and doc/report.html; "cur
     "doc/results.md": ("learning",),
     "doc/speed.md": ("speed", "start"),
     "doc/tricks.md": (*(f"tricks of {algo}" for algo in ablation.TRICKS), "scaling", "tips"),
-    "doc/counted_costs.md": ("launches",),
+    "doc/counted_costs.md": ("launches", "reductions"),
     "doc/on_a_gpu.md": ("gpu",),
     "doc/torch_compile.md": ("modes",),
     "doc/debugging.md": ("overhead",),
@@ -99,6 +99,7 @@ def texts(results):
         "overhead": instrument_overhead.table(measured),
         "population": population.table(measured),
         "launches": launches.table(counted),
+        "reductions": launches.reduction_table(counted),
         "agents": launches.population_table(counted),
         "gpu": gpu_report.page([read(path) for path in sorted(measured.glob("*/gpu_report.json"))]),
     }

@@ -1,12 +1,14 @@
 """Count the launches, copies and waits of an environment step and an update: costs that a busy machine cannot hide.
 
     python -m benchmark.studies.launches          # count, and print the table
-    python -m benchmark.studies.launches --write  # three minutes; also rewrite results/launches.json for the report
+    python -m benchmark.studies.launches --write  # ten minutes; also rewrite results/launches.json for the report
 
 Counts are of `train` in steady state with the scripts' defaults, except for a small replay buffer, an early start of
 learning, no random actions (DQN; PQN for Atari), and early updates of the target networks (DQN and SAC for Atari). All
 modes run on the emulated CUDA device of tools/emulated_cuda.py. Compiled code is the code that inductor generates for
-an H100 (tools/generated_cuda.py, which needs triton); its kernels are counted but not executed.
+an H100 (tools/generated_cuda.py, which needs triton); its kernels are counted but not executed. Scripts whose
+environments are on the device are counted with the pendulum of the tests, and only compiled: a CPU would compute their
+eager operators, on 32,768 rows, for minutes. The operators of the pendulum are a part of their own.
 
 "leanrl_2024" in results/launches.json has the counts of the LeanRL of 2024 and their method; --write keeps it.
 """
@@ -41,6 +43,7 @@ MODES = {
 EARLY = {"learning_starts": 190, "buffer_size": 1000}
 EARLY_ATARI = EARLY | {"target_network_frequency": 100}
 GREEDY = {"start_e": 0.0, "end_e": 0.0}
+PENDULUM = {"env_id": "tests.torch_pendulum:TorchPendulum-v0"}
 RUNS = {  # flags, and steps to count: whole periods of everything that is not done in each step
     "sac_continuous_action": (EARLY, 100),
     "td3_continuous_action": (EARLY, 100),
@@ -52,7 +55,10 @@ RUNS = {  # flags, and steps to count: whole periods of everything that is not d
     "pqn": ({}, 128),
     "pqn_atari_envpool": (GREEDY, 128),
     "sac_atari": (EARLY_ATARI, 100),
+    "ppo_gpu_envs": (PENDULUM, 16),
+    "fast_td3": (PENDULUM | {"buffer_size": 100}, 100),
 }
+ON_DEVICE = {"ppo_gpu_envs": "PPO, GPU environments", "fast_td3": "FastTD3"}  # only compiled, with their titles
 PARTS = ("update", "update_target", "losses")  # methods counted separately; the rest is the step
 POPULATIONS = {"sac_continuous_action": "sac_population"}
 AGENTS = (1, 2, 4, 8, 16)
@@ -93,15 +99,18 @@ class Steady:
 
     def __call__(self, run):
         clock = Clock(run)
-        before_each_log(run, lambda losses: clock.begin and self.on_log(run.learner, run.step))
+        before_each_log(run, lambda losses: clock.begin and self.on_log(run))
 
-    def on_log(self, learner, step):
-        step //= learner.args.num_envs  # from transitions to steps
+    def on_log(self, run):
+        step = run.step // run.args.num_envs  # from transitions to steps
         if self.begin is None:
             self.begin = step
             for name in PARTS:
-                if hasattr(learner, name):
-                    setattr(learner, name, self.counting(name, getattr(learner, name)))
+                if hasattr(run.learner, name):
+                    setattr(run.learner, name, self.counting(name, getattr(run.learner, name)))
+            envs = getattr(run, "envs", None)  # a population has many
+            if type(envs).__name__ == "DeviceEnvs":
+                envs.env.step = self.counting("environment", envs.env.step)
             self.before = self.counts.copy()
         elif step == self.begin + self.steps:
             self.parts["step"] = self.counts - self.before - sum(self.parts.values(), Counter())
@@ -140,27 +149,39 @@ def per(count, calls):
 
 
 def count(name, mode, flags, steps):
-    """The counts of a turbo script's `train` in steady state, by part, as in `Steady.per_call`."""
+    """The counts of a turbo script's `train` in steady state, by part, as in `Steady.per_call`.
+
+    For compiled code, "longest reduction" is that of one thread block, as in `generated_cuda.longest_reduction`.
+    """
     script = load(f"{name}_torchcompile")
     with contextlib.ExitStack() as stack:
         device = stack.enter_context(emulated_cuda())
         if MODES[mode].get("compile"):
-            from generated_cuda import compiled_for_cuda  # needs triton
+            from generated_cuda import compiled_for_cuda, longest_reduction  # needs triton
 
-            stack.enter_context(compiled_for_cuda(execute=False))
+            programs = stack.enter_context(compiled_for_cuda(execute=False))
         run_dir = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         steady = Steady(device.counts, steps)
         with contextlib.suppress(Enough):
             train(script, script.Args(run_dir=run_dir, **flags, **MODES[mode]), steady)
-    return steady.per_call()
+    counts = steady.per_call()
+    if MODES[mode].get("compile"):
+        numbers, results = max(longest_reduction(code) for _, code in programs.codes)
+        counts["longest reduction"] = {"numbers": numbers, "results": results}
+    return counts
+
+
+def modes_of(algo):
+    """The modes in which a script is counted."""
+    return ["compile + cudagraphs"] if algo in ON_DEVICE else list(MODES)
 
 
 def total(data):
     """All counts of all scripts, counted anew."""
     scripts = {}
     for algo in RUNS:
-        for mode in MODES:
+        for mode in modes_of(algo):
             print(f"counting {algo}, {mode}", file=sys.stderr)
             scripts.setdefault(algo, {})[mode] = count(algo, mode, *RUNS[algo])
     populations = {algo: {agents: count_agents(algo, agents) for agents in AGENTS} for algo in POPULATIONS}
@@ -189,6 +210,10 @@ def cell(parts, name, nbytes=None, unit=1):
     return " + ".join(texts) if any(name in parts[part] for part in ("update", "step")) else ""
 
 
+def title(algo):
+    return ON_DEVICE.get(algo) or ALGORITHMS[algo].title
+
+
 def row(name, mode, parts):
     """A row of the table."""
     cells = [cell(parts, column) for column in ("operators", "replays", "nodes", "kernels", "fills", "matmuls")]
@@ -202,7 +227,7 @@ def table(data):
     header += ("fills", "matmuls and convolutions among all", "MB read and written", "copies in", "copies out", "waits")
     rows = []
     for algo, modes in data["scripts"].items():
-        rows += [row(ALGORITHMS[algo].title, mode, parts) for mode, parts in modes.items()]
+        rows += [row(title(algo), mode, parts) for mode, parts in modes.items()]
         earlier = data["leanrl_2024"]["scripts"].get(algo, {})  # it had no DQN and no SAC for Atari
         rows += [row("LeanRL of 2024", mode, parts) for mode, parts in earlier.items()]
     return Table("", header, rows).markdown()
@@ -225,9 +250,23 @@ def population_table(data):
     return Table("", names, rows).markdown()
 
 
+def reduction_table(data):
+    """A Markdown table with the longest reduction of one thread block in each script's generated code."""
+    counted = {title(algo): modes["compile + cudagraphs"] for algo, modes in data["scripts"].items()}
+    for algo, by_agents in data["populations"].items():
+        agents, parts = list(by_agents.items())[-1]
+        counted[f"{title(algo)}, {agents} agents"] = parts
+    rows = []
+    for name, parts in sorted(counted.items(), key=lambda item: -item[1]["longest reduction"]["numbers"]):
+        numbers, results = parts["longest reduction"].values()
+        rows.append([name, cell(parts, "kernels"), number(numbers), number(results)])
+    names = ("script", "fused kernels, update + step", "numbers in the longest reduction", "such reductions")
+    return Table("", names, rows).markdown()
+
+
 def main(args):
     data = total(read(DATA))
-    print(f"{table(data)}\n\n{population_table(data)}")
+    print(f"{table(data)}\n\n{reduction_table(data)}\n\n{population_table(data)}")
     if args.write:
         replace(DATA, json.dumps(data, indent=1) + "\n")
 

@@ -20,7 +20,7 @@ from leanrl import ppo_lstm_torchcompile, sac_population_torchcompile
 
 if (reason := conftest.missing_interpreter()) is not None:
     pytest.skip(reason, allow_module_level=True)
-from generated_cuda import KERNEL, call_of, compiled_for_cuda
+from generated_cuda import KERNEL, call_of, compiled_for_cuda, longest_reduction
 
 SCRIPTS = TURBO | TURBO_ON_DEVICE | {"ppo_lstm": ppo_lstm_torchcompile}
 FUNCTIONS = {  # that are compiled
@@ -199,6 +199,36 @@ def test_blocks_that_wait_for_each_other_are_noticed():
         pair = Pair("cuda")
         with pytest.raises(RuntimeError, match="another block"):
             torch.compile(pair.count, options={})()
+
+
+class Sums:
+    def __init__(self, device):
+        self.x = torch.ones(1_000_000, device=device)
+        self.y = torch.ones(20_000, 3, device=device)
+        self.sums = torch.zeros(4, device=device)
+
+    def add(self):
+        self.sums.copy_(torch.cat((self.x.sum()[None], self.y.sum(0))))
+
+
+def longest_of_sums(**options):
+    with emulated_cuda(), compiled_for_cuda(execute=False) as programs:
+        torch.compile(Sums("cuda").add, options=options)()
+    return max(longest_reduction(code) for _, code in programs.codes)
+
+
+@pytest.mark.parametrize("combo_kernels", [False, True])
+def test_the_longest_reduction_of_a_block(combo_kernels):
+    """Of a sum of a million numbers, which inductor splits by default, and the sums of three columns of 20,000."""
+    numbers, results = longest_of_sums(combo_kernels=combo_kernels)
+    assert numbers < 10_000 and 1_000_000 <= numbers * results < 1_010_000
+    assert longest_of_sums(combo_kernels=combo_kernels, split_reductions=False) == (1_000_000, 1)
+
+
+def test_blocks_of_a_cooperative_kernel_share_a_reduction():
+    """The sum of a million; a column still has one block."""
+    options = {"triton.cooperative_reductions": True, "split_reductions": False}
+    assert longest_of_sums(**options) == (20_000, 3)
 
 
 class Scale:

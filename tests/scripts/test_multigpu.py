@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import MULTI, assert_close_in_norm, clones, leaves, load_copy, scalars, stem
+from torch.utils._pytree import tree_leaves
 
 from common import scripts
 
@@ -176,6 +177,26 @@ def check_weights(script, folder, ranks=2):
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_all_ranks_hold_the_same_weights(ranks, tmp_path):
     check_weights(MULTI, tmp_path, ranks)
+
+
+def check_drift(script, folder):
+    """Ranks whose weights and moments have drifted apart are equal again from the next iteration on."""
+
+    def drift(run, losses):
+        if script.RANK == 1 and run.step == ITERATION:
+            for tensor in tree_leaves(run.learner.tensors()):
+                tensor.detach().add_(1e-6)
+
+    codes, errors = launch(script, 2, lambda rank: learn(script, folder, drift), folder)
+    assert codes == [0, 0] and not any(errors), errors
+    one, other = learned(folder, 2)
+    assert not torch.equal(one["weights"][0], other["weights"][0])
+    for name in ("weights", "adam"):
+        assert_equal(one[name][1:], other[name][1:])
+
+
+def test_ranks_that_drift_apart_are_made_equal(tmp_path):
+    check_drift(MULTI, tmp_path)
 
 
 def same_numbers(ranks, rank):
@@ -619,7 +640,7 @@ CLIP = "            self.sums.mul_((self.args.max_grad_norm / self.sums[: -len(L
 BUGS = [  # what is wrong, what is replaced by what, who sees it
     (
         "weights of its own",
-        "            collective(dist.broadcast, weights.detach(), 0)\n",
+        "            collective(dist.broadcast, tensor.detach(), 0)\n",
         "            pass\n",
         check_weights,
     ),
@@ -640,6 +661,7 @@ BUGS = [  # what is wrong, what is replaced by what, who sees it
         check_joint_batch,
     ),
     ("a sum without the other ranks", ADD_UP, "", check_weights),
+    ("moments of its own", "tree_leaves(self.learner.tensors())", "self.learner.agent.parameters()", check_drift),
     ("episodes of rank 0 alone", "np.concatenate(gathered(played), -1)", "np.tile(played, 2)", check_joint_batch),
     (
         "KL divergence of its own",

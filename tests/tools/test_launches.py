@@ -4,11 +4,16 @@ After an intended change of these counts, run `python -m benchmark.studies.launc
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import MULTI, stem
+from emulated_cuda import emulated_cuda
+from gymnasium.spaces import Box, Discrete
 
 from benchmark.studies import launches
+from common import ROOT
 
 DATA = json.loads(launches.DATA.read_text())
 SLOW = [(algo, "eager") for algo in launches.RUNS if algo not in ("td3_continuous_action", "dqn")]  # the same as graphs
@@ -17,7 +22,7 @@ IN_CI = ("sac_continuous_action", "td3_continuous_action", "dqn")  # graphs of t
 COUNTED = [
     pytest.param(algo, mode, marks=[] if algo in IN_CI else [pytest.mark.finding])
     for algo in launches.RUNS
-    for mode in launches.MODES
+    for mode in launches.modes_of(algo)
     if (algo, mode) not in SLOW
 ]
 
@@ -32,7 +37,7 @@ def test_counts_are_those_in_the_file(algo, mode):
     assert counts == DATA["scripts"][algo][mode], "if this is meant: python -m benchmark.studies.launches --write"
 
 
-@pytest.mark.parametrize("algo", launches.RUNS)
+@pytest.mark.parametrize("algo", launches.RUNS.keys() - launches.ON_DEVICE.keys())
 def test_graphs_hold_all_operators_and_change_no_copy_and_no_wait(algo):
     eager, captured = (DATA["scripts"][algo][mode] for mode in ("eager", "cudagraphs"))
     for part, counts in captured.items():
@@ -61,3 +66,34 @@ def test_more_agents_launch_no_more_in_their_graphs(algo):
         for part in counted["2"]:
             launched = [counted[str(agents)][part].get(name, 0) for agents in (2, 4, 8, 16)]
             assert launched == sorted(launched, reverse=True), (part, name)
+
+
+MANY = 32_768  # numbers that one thread block reduces; FastTD3 and PPO for GPU environments have batches of this size
+LONGEST = {algo: [modes["compile + cudagraphs"]] for algo, modes in DATA["scripts"].items()}
+LONGEST |= {launches.POPULATIONS[algo]: counted.values() for algo, counted in DATA["populations"].items()}
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_no_block_reduces_many_numbers(name):
+    """One block has 1 of 132 multiprocessors to itself, so long reductions need `split_reductions`."""
+    for counts in LONGEST[name]:
+        assert counts["longest reduction"]["numbers"] < MANY, "leave out `split_reductions=False`"
+
+
+def test_no_block_of_a_rank_reduces_many_numbers():
+    pytest.importorskip("triton")
+    from generated_cuda import compiled_for_cuda, longest_reduction
+
+    spaces = {"single_observation_space": Box(0, 255, (4, 84, 84)), "single_action_space": Discrete(4)}
+    args = MULTI.Args(compile=True)
+    with emulated_cuda(), compiled_for_cuda(execute=False) as programs:
+        learner = MULTI.PPO(args, SimpleNamespace(num_envs=args.num_envs, **spaces), torch.device("cuda"))
+        for function in (learner.decide, learner.compute_gradient, learner.step):
+            function()
+    assert {name for name, _ in programs.codes} == {"decide", "compute_gradient", "step"}
+    assert max(longest_reduction(code) for _, code in programs.codes)[0] < MANY
+
+
+def test_reductions_of_all_scripts_are_counted():
+    counted = {f"{name}_torchcompile" for name in LONGEST} | {stem(MULTI)}
+    assert counted == {path.stem for path in (ROOT / "leanrl").glob("*_torchcompile.py")}
