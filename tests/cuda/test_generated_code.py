@@ -140,26 +140,27 @@ def test_training_runs_generated_code(name, settings, tmp_path):
         check_kernels(programs.codes + others, tmp_path / "codes")
 
 
-def train_agents(folder, late=True, compile=True, **session):
-    """The checkpoints of three agents after a short run on the emulated device, and the `Session`."""
+def train_agents(folder, agents, late=True, compile=True, **session):
+    """The checkpoints of 1 to 3 agents after a short run on the emulated device, and the `Session`."""
     script = sac_population_torchcompile
     kwargs = SIZES["sac"] | {"total_timesteps": 34, "compile": compile, "cudagraphs": compile, "run_dir": str(folder)}
     lists = {key for key, value in vars(script.Args()).items() if isinstance(value, tuple)}
     kwargs = {key: (value,) if key in lists else value for key, value in kwargs.items()}
     with no_export(), emulated_cuda(late), compiled_for_cuda(**session) as programs:
-        script.train(script.Args(**kwargs | {"seeds": (1, 2, 3), "gamma": (0.99, 0.9, 0.8)}))
+        script.train(script.Args(**kwargs | {"seeds": (1, 2, 3)[:agents], "gamma": (0.99, 0.9, 0.8)[:agents]}))
     paths = sorted(folder.glob("*/agent_*/checkpoint.pt"))
     return [leaves(torch.load(path, weights_only=True)["learner"]) for path in paths], programs
 
 
 @pytest.mark.thorough
-def test_a_population_runs_generated_code(tmp_path):
+@pytest.mark.parametrize("agents", [1, 2, 3])
+def test_a_population_runs_generated_code(agents, tmp_path):
     """As the script of a single agent does: near eager code's numbers."""
-    eager, _ = train_agents(tmp_path / "eager", compile=False)
-    generated, programs = train_agents(tmp_path / "generated", check=True)
+    eager, _ = train_agents(tmp_path / "eager", agents, compile=False)
+    generated, programs = train_agents(tmp_path / "generated", agents, check=True)
     check_placement("sac", programs)
     assert programs.errors.keys() == FUNCTIONS["sac"] and max(programs.errors.values()) < 1e-5, programs.errors
-    assert len(generated) == 3
+    assert len(generated) == agents
     for own, near in zip(generated, eager, strict=True):
         for (path, value), (_, expected) in zip(own, near, strict=True):
             if torch.is_tensor(value) and value.is_floating_point():
