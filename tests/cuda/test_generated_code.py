@@ -202,6 +202,26 @@ def test_blocks_that_wait_for_each_other_are_noticed():
             torch.compile(pair.count, options={})()
 
 
+class Sums:
+    def __init__(self, device):
+        self.inputs = [torch.randn(128, n, device=device) for n in (3, 5)]
+
+    def sums(self):
+        return [(2 * x, x.sum(0)) for x in self.inputs]
+
+
+def test_combined_reductions_are_executed():
+    """A kernel of two sums over axes that are split into blocks."""
+    with emulated_cuda(), compiled_for_cuda(check=True) as programs:
+        sums = Sums("cuda")
+        results = torch.compile(sums.sums, options={"combo_kernels": True})()
+        for x, (_, total) in zip(sums.inputs, results, strict=True):
+            assert total.tolist() == pytest.approx(x.sum(0).tolist(), rel=1e-5, abs=1e-5)
+    ((_, code),) = programs.codes
+    assert re.search(r"def triton_red\w+\(.*R0_BLOCK", code) and "'num_kernels': 2" in code
+    assert programs.errors["sums"] < 1e-6
+
+
 class Scale:
     def __init__(self, device):
         self.weight = torch.full((8,), 3.0, device=device).requires_grad_()
