@@ -227,7 +227,6 @@ class FastTD3:
         self.batch_obs = torch.zeros(batch_size, envs.width, device=device)
         self.batch_valid = torch.zeros(batch_size, device=device)
 
-        # at most one of these may be decorated with no_grad: Dynamo would take the code of one for the other's
         self.compute_actions = self.compiled(self.compute_actions)
         self.store_step = self.compiled(self.store_step)
         self.update_critics = self.compiled(self.update_critics)

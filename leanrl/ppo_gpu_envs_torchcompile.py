@@ -197,7 +197,6 @@ class PPO:
         self.minibatch = torch.zeros(batch_size // args.num_minibatches, sum(self.batch_widths), device=device)
         self.orders = torch.zeros(args.update_epochs, batch_size, dtype=torch.int64, device=device)
 
-        # at most one of these may be decorated with no_grad: Dynamo would take the code of one for the other's
         self.decide = self.captured(self.compiled(self.decide))
         self.note = self.captured(self.compiled(self.note))
         self.update_minibatch = self.compiled(self.update_minibatch)
