@@ -49,6 +49,12 @@ FUNCTIONS = {  # that are compiled
     "multigpu": {"decide", "compute_gradient", "step"},
 }
 FUNCTIONS["population"] = FUNCTIONS["sac"]
+LIMITS = {  # of errors, by script and whether it has other settings
+    ("ppo_atari", True): 2e-5,  # Adam's second moments: twice the relative error of a gradient
+    # The norm of a gradient of Q-values that are 50 times their distance from the targets: a last bit of the weights
+    # changes it by up to 7e-5, and torch's own error is less than 1e-6 by chance.
+    ("pqn_atari", False): 1e-4,
+}
 LEFT_TO_EAGER = {"convolution_backward"}  # operators that inductor does not generate: cuDNN's
 SHORT = {
     "sac": {"total_timesteps": 39},
@@ -134,8 +140,7 @@ def test_training_runs_generated_code(name, settings, tmp_path, record_property)
     """
     eager, *_ = train(name, settings, tmp_path, compile=False)
     losses, state, programs = train(name, settings, tmp_path, check=True)
-    squared = name == "ppo_atari" and settings  # Adam's second moments: twice the relative error of a gradient
-    check_programs(name, programs, record_property, 2e-5 if squared else 1e-5)
+    check_programs(name, programs, record_property, LIMITS.get((name, bool(settings)), 1e-5))
     assert losses
     for got, wanted in zip(losses, eager, strict=True):
         assert got == pytest.approx(wanted, rel=1e-2, abs=1e-3)
