@@ -28,10 +28,11 @@ errors = defaultdict(lambda: defaultdict(list))
 for path, version in zip(sys.argv[1:], versions):
     for found in ElementTree.parse(path).iter("property"):
         errors[found.get("name")][version].append(float(found.get("value")))
-print("", "script", *versions, "", sep=" | ")
-print("", "---", *["---"] * len(versions), "", sep=" | ")
+rows = [["script", *versions], ["---"] * (1 + len(versions))]
 for script, found in sorted(errors.items()):
-    print("", script, *[f"{max(found[v]):.1e}" if v in found else "" for v in versions], "", sep=" | ")
+    rows.append([script, *[f"{max(found[v]):.1e}" if v in found else "" for v in versions]])
+for cells in rows:
+    print(f"| {' | '.join(cells)} |")
 END
 }
 
