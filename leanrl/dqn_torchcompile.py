@@ -194,6 +194,8 @@ class DQN:
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
                 options["combo_kernels"] = True  # fewer kernels
+                if torch.__version__ < "2.12":
+                    options["loop_ordering_after_fusion"] = False  # which fails in torch 2.11
             else:
                 options["cpp_wrapper"] = True  # calls kernels from C++, which saves a seventh of this small update
             function = torch.compile(function, fullgraph=True, options=options)

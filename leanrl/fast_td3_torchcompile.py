@@ -227,7 +227,6 @@ class FastTD3:
         self.batch_obs = torch.zeros(batch_size, envs.width, device=device)
         self.batch_valid = torch.zeros(batch_size, device=device)
 
-        # at most one of these may be decorated with no_grad: Dynamo would take the code of one for the other's
         self.compute_actions = self.compiled(self.compute_actions)
         self.store_step = self.compiled(self.store_step)
         self.update_critics = self.compiled(self.update_critics)
@@ -545,9 +544,9 @@ class EpisodeCounter:
     def count(self, rewards, ended, valid):
         """Count a step; arguments are (num_envs,), and steps where `valid` is 0 do not count."""
         self.current.add_(torch.stack((rewards * valid, valid), -1))
-        over = self.current * ended[:, None]
-        self.totals.add_(torch.cat((ended.sum(0, keepdim=True), over.sum(0))))
-        self.current.sub_(over)
+        over = torch.cat((ended[:, None], self.current * ended[:, None]), -1)
+        self.totals.add_(over.sum(0))
+        self.current.sub_(over[:, 1:])
 
     def read(self):
         """The number of episodes that ended since the last call, and their mean return and length, by name."""

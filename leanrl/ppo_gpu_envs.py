@@ -335,9 +335,9 @@ class EpisodeCounter:
     def count(self, rewards, ended, valid):
         """Count a step; arguments are (num_envs,), and steps where `valid` is 0 do not count."""
         self.current.add_(torch.stack((rewards * valid, valid), -1))
-        over = self.current * ended[:, None]
-        self.totals.add_(torch.cat((ended.sum(0, keepdim=True), over.sum(0))))
-        self.current.sub_(over)
+        over = torch.cat((ended[:, None], self.current * ended[:, None]), -1)
+        self.totals.add_(over.sum(0))
+        self.current.sub_(over[:, 1:])
 
     def read(self):
         """The number of episodes that ended since the last call, and their mean return and length, by name."""

@@ -197,7 +197,6 @@ class PPO:
         self.minibatch = torch.zeros(batch_size // args.num_minibatches, sum(self.batch_widths), device=device)
         self.orders = torch.zeros(args.update_epochs, batch_size, dtype=torch.int64, device=device)
 
-        # at most one of these may be decorated with no_grad: Dynamo would take the code of one for the other's
         self.decide = self.captured(self.compiled(self.decide))
         self.note = self.captured(self.compiled(self.note))
         self.update_minibatch = self.compiled(self.update_minibatch)
@@ -418,9 +417,9 @@ class EpisodeCounter:
     def count(self, rewards, ended, valid):
         """Count a step; arguments are (num_envs,), and steps where `valid` is 0 do not count."""
         self.current.add_(torch.stack((rewards * valid, valid), -1))
-        over = self.current * ended[:, None]
-        self.totals.add_(torch.cat((ended.sum(0, keepdim=True), over.sum(0))))
-        self.current.sub_(over)
+        over = torch.cat((ended[:, None], self.current * ended[:, None]), -1)
+        self.totals.add_(over.sum(0))
+        self.current.sub_(over[:, 1:])
 
     def read(self):
         """The number of episodes that ended since the last call, and their mean return and length, by name."""

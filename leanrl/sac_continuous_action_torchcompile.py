@@ -301,6 +301,8 @@ class SAC:
             options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels; every sum is short
+                if torch.__version__ < "2.12":
+                    options["loop_ordering_after_fusion"] = False  # which fails in torch 2.11
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
             logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture

@@ -15,14 +15,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: processes that share cores wait for threads
-if not Path("/dev/nvidiactl").exists():
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asks the driver for a GPU without starting CUDA: tests fork
+
+import torch
+
+if not torch.cuda.is_available():  # and triton has not been imported yet
     os.environ["TRITON_INTERPRET"] = "1"  # for generated_cuda.py; with a GPU, triton compiles for it instead
 
 import copies
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 import torch._dynamo.config
 import torch.utils._device
 from emulated_cuda import emulated_cuda

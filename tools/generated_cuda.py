@@ -363,7 +363,7 @@ class Kernel:
 
     def run(self, *args, stream=None):
         given = dict(zip(self.names, args, strict=False))
-        reduces = "r0_numel" in given
+        reduces = "r0_numel" in self.source
         blocks = {}
         for name in self.names[len(args) :]:
             numels = self.numels(name.lower().replace("block", "numel"), given)
@@ -384,7 +384,7 @@ class Kernel:
         """The number of elements along an axis, or multiple numbers if inductor has combined kernels."""
         if name in given:
             return [given[name]]
-        return [numel for key, numel in self.meta["combo_grid_meta"].items() if key.startswith(f"{name}_")]
+        return [int(numel) for numel in re.findall(rf"^ +{name} = (\d+)$", self.source, re.M)]
 
 
 def with_large_blocks(source):

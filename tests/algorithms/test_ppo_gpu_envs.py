@@ -3,6 +3,7 @@
 import copy
 import re
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import conftest
@@ -135,9 +136,10 @@ def test_statistics_are_those_of_all_observations(script):
     torch.testing.assert_close(normalizer(rows.float()), wanted, atol=1e-4, rtol=1e-4)
 
 
-def check_counter(script):
+def check_counter(script, compiled=lambda function: function):
     """Returns and lengths of the episodes that ended since the last call, without steps that only reset."""
     counter = script.EpisodeCounter(2, torch.device("cpu"))
+    count = compiled(counter.count)
     steps = [  # rewards, ended, valid of two worlds
         ((1.0, 5.0), (0, 0), (1, 1)),
         ((2.0, 7.0), (1, 0), (1, 1)),
@@ -145,7 +147,7 @@ def check_counter(script):
         ((4.0, 1.0), (1, 1), (1, 1)),
     ]
     for step in steps:
-        counter.count(*(torch.tensor(column, dtype=torch.float32) for column in step))
+        count(*(torch.tensor(column, dtype=torch.float32) for column in step))
     read = {name: value.item() for name, value in counter.read().items()}
     assert read == {"episodes": 3, "episodic_return": pytest.approx(21 / 3), "episodic_length": pytest.approx(7 / 3)}
     assert {value.item() for value in counter.read().values()} == {0.0}
@@ -154,6 +156,11 @@ def check_counter(script):
 @each_script
 def test_episodes_are_counted(script):
     check_counter(script)
+
+
+def test_compiled_code_counts_episodes():
+    """From a sum over `current * ended`, inductor 2.11 would make code that reads `current` after its last change."""
+    check_counter(TURBO, partial(torch.compile, fullgraph=True))
 
 
 # updates

@@ -566,35 +566,6 @@ def test_graphs_change_nothing_on_an_emulated_device(kwargs, tmp_path):
     check_on_cuda(MULTI, tmp_path, **kwargs)
 
 
-def train_with_generated_code(folder):
-    """Train one rank; `folder` gets how far the code that is generated for a card is off, by what is compiled."""
-    import generated_cuda  # needs triton
-
-    become(MULTI, rank=0, ranks=1, port=0, stderr=folder / "stderr")
-    MULTI.dist = QueuedCollectives()
-    with emulated_cuda.emulated_cuda(), generated_cuda.compiled_for_cuda(check=True) as programs:
-        sizes = ON_CUDA | {"num_envs": 2, "num_steps": 4, "update_epochs": 1, "total_timesteps": 8}
-        learn(MULTI, folder, compile=True, cudagraphs=True, **sizes)
-    torch.save(programs.errors, folder / "errors")
-
-
-@pytest.mark.thorough
-def test_the_code_that_is_generated_for_a_card(tmp_path):
-    """Computes what torch computes, with graphs; kernels run in Triton's interpreter, here for one rank.
-
-    In a new process: a fork of one in which other tests have compiled can crash.
-    """
-    if (reason := conftest.missing_interpreter()) is not None:
-        pytest.skip(reason)
-    program = f"import test_multigpu; test_multigpu.train_with_generated_code(test_multigpu.Path({str(tmp_path)!r}))"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    code = subprocess.run([sys.executable, "-c", program], env=env, timeout=900).returncode
-    assert code == 0, (tmp_path / "stderr").read_text()
-    deviations = torch.load(tmp_path / "errors")
-    assert deviations.keys() == {"decide", "compute_gradient", "step"}
-    assert max(deviations.values()) < 1e-5, deviations
-
-
 def start_torchrun(folder, *words):
     """Two ranks of the script as torchrun starts them, which write to `folder`; short, but for its updates."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", MULTI.__file__, *words]
