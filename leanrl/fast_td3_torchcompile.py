@@ -368,6 +368,8 @@ class FastTD3:
         torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
         options = torch._inductor.list_mode_options(self.args.compile_mode)
         options["guard_filter_fn"] = needed_guards
+        if torch.__version__ < "2.12":
+            options["reorder_for_peak_memory"] = False  # it lets gradients read weights that are already updated
         if self.device.type == "cuda":
             options["combo_kernels"] = True  # fewer kernels
         return torch.compile(function, fullgraph=True, options=options)
