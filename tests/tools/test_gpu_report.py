@@ -62,6 +62,7 @@ class Rehearsal:
 
     def run(self, monkeypatch, behaviors, algos=("pqn",), seconds=18.0, warm=8.0):
         self.write(behaviors)
+        monkeypatch.setenv("PYTEST_ADDOPTS", f"--rootdir={self.tests.parent}")  # to which names are relative
         monkeypatch.setattr(programs, "TURNS", (self.stand_in,))
         start_tests = measure.Measurement.start_tests
         start_own = lambda this, *names: start_tests(this, *(self.tests.with_name(name) for name in names))  # noqa: E731
