@@ -155,7 +155,7 @@ def test_what_there_was_no_time_for_is_named(rehearsal, monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_report_leaves_complete_files_and_no_process(number, rehearsal, tmp_path):
+def test_a_killed_report_leaves_complete_files_and_no_process(number, rehearsal):
     """Also while PQN trains, and its other modes, pytest and the workers of pytest stand still."""
     rehearsal.write({"dqn compile": "is never warm"})
     rehearsal.tests.write_text("import time\n\ndef test_good():\n    time.sleep(600)\n")
