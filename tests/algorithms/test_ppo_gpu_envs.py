@@ -512,7 +512,7 @@ BUGS = [
     ),
     (PLAIN, "the critic sees the policy's columns", "-self.critic_dim :", ": self.critic_dim", check_asymmetric),
     (PLAIN, "the rate has no upper limit", ", 1e-2)", ", 1.0)", check_learning_rate),
-    (PLAIN, "returns go on in the next episode", "self.current.sub_(over)", "pass", check_counter),
+    (PLAIN, "returns go on in the next episode", "self.current.sub_(over[:, 1:])", "pass", check_counter),
     (TURBO, "advantages go on in the next episode", "* (1 - ended))", "+ 0 * ended)", check_update_is_ppos),
     (TURBO, "one noise for all steps", "index_select(0, self.t)", "index_select(0, 0 * self.t)", check_turbo),
     (TURBO, "one row of the rollout", "(self.t + 1) % self.args.num_steps", "self.t", check_turbo),

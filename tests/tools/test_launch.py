@@ -793,7 +793,7 @@ def test_the_slurm_recipe_is_queued_again_and_goes_on(script):
     wait_for(lambda: subprocess.run(raylet, stdout=subprocess.DEVNULL).returncode)
     try:
         process = subprocess.Popen(["bash", str(folder / "job.sh")], **job)
-        wait_for(lambda: any(steps > 3 for steps in steps_now(folder)))
+        wait_for(lambda: process.poll() is not None or any(steps > 3 for steps in steps_now(folder)))
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=90) == 130
         assert (folder / "scontrol.txt").read_text() == "requeue 7\n"
@@ -814,8 +814,8 @@ def test_the_slurm_recipe_ends_if_ray_does_not_start(tmp_path):
 
 
 def free_port():
-    """Below those that the system gives to whoever asks for any port."""
-    for port in random.sample(range(10_000, 30_000), 100):
+    """Above those of Ray's workers, and below those that the system gives to whoever asks for any port."""
+    for port in random.sample(range(20_000, 30_000), 100):
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))
             return port
