@@ -5,8 +5,8 @@ import functools
 import hashlib
 from datetime import date
 
-from benchmark.algorithms import ALGORITHMS
 from common import ROOT
+from common.algorithms import ALGORITHMS
 from common.machine import where
 from common.tables import Table
 

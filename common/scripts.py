@@ -44,6 +44,12 @@ def path_of(name):
     return ROOT / "leanrl" / f"{name}.py"
 
 
+def learner_class(script):
+    """The class of a script's learner: that with the losses."""
+    classes = [value for value in vars(script).values() if isinstance(value, type)]
+    return next(one for one in classes if one.__module__ == script.__name__ and "losses" in vars(one))
+
+
 def refuse_population(given, script):
     """Exit if `script` trains a population; `given` is the user's argument."""
     if "seeds" in {field.name for field in dataclasses.fields(script.Args)}:

@@ -17,8 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ON_DEVICE = {"ppo_gpu_envs", "fast_td3"}
-OWN = {"Args", "SAC", "TD3", "FastTD3", "PPO", "DQN", "PQN", "train"}
+OWN = {"Args", "train"}  # and the learner
 OWN_TEXTS = {("pqn_torchcompile", "numpy_function"), ("pqn_atari_envpool_torchcompile", "QNetwork")}
 OWN_CONSTANTS = {"AT_LEAST_1", "AT_MOST_1", "FIXED"}
 OWN_FLAGS = {"env_id", "total_timesteps", "num_envs", "threads", "resume", "checkpoint_interval", "capture_video"}
@@ -42,6 +41,11 @@ def is_network(node):
     return "nn.Module" in bases or "nn.Sequential" in bases
 
 
+def is_learner(node):
+    """Whether this is a class with the losses."""
+    return isinstance(node, ast.ClassDef) and any(getattr(part, "name", "") == "losses" for part in node.body)
+
+
 def definitions(source):
     """Top-level functions and classes of a script: by name, the node, first line and end line (as in a slice)."""
     places = {}
@@ -56,12 +60,13 @@ def shared(path, source):
     """Begin and end of the shared texts of a script; texts with equal keys must be equal."""
     starts = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
     places = {}
-    for name, (node, first, last) in definitions(source).items():
-        if name not in OWN:
+    defined = definitions(source)
+    for name, (node, first, last) in defined.items():
+        if name not in OWN and not is_learner(node):
             key = (name, algorithm(path)) if is_network(node) else (name,)
             if (path.stem, name) in OWN_TEXTS:
                 key = (name, path.stem)
-            if name == "Run" and twins(path) in ON_DEVICE:
+            if name == "Run" and "make_device_envs" in defined:
                 key = (name, "on the device")
             places[key] = (starts[first], starts[last])
     for node in ast.parse(source).body:

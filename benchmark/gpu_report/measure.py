@@ -17,6 +17,7 @@ from benchmark.gpu_report.programs import Program, Programs, paused, start_low
 from benchmark.gpu_report.turns import EMULATED
 from benchmark.results import replace, store
 from benchmark.speed.monitor import Monitor
+from common.algorithms import ALGORITHMS
 from common.arguments import note, one_line
 from common.machine import machine
 from common.processes import end
@@ -82,7 +83,7 @@ class Measurement:
         cases = {algo: CASES[algo] for algo in algos}
         self.report = {"machine": machine(), "card": card(), "emulated": emulated} | editions.today(*scripts)
         self.report |= {"flags": {algo: case.small if emulated else case.flags for algo, case in cases.items()}}
-        self.report |= {"env_ids": {algo: case.env_id for algo, case in cases.items()}, "phases": [], "smoke": {}}
+        self.report |= {"env_ids": {algo: ALGORITHMS[algo].env_id for algo in algos}, "phases": [], "smoke": {}}
         self.report |= {"agreement": {}, "speeds": {algo: {} for algo in algos}, "profiles": {}, "load": {}}
         self.save()
 

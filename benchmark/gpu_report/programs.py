@@ -12,6 +12,7 @@ import time
 
 from benchmark.gpu_report.cases import CASES, MODES, NICENESS
 from common import ROOT
+from common.algorithms import ALGORITHMS
 from common.processes import end, start
 
 TURNS = ("-m", "benchmark.gpu_report.turns")
@@ -30,7 +31,7 @@ class Program:
         self.ended = None
         case = CASES[algo]
         suffix, *own = MODES[mode]
-        common = ["--seed", SEED, "--env-id", case.env_id, "--run-dir", self.log.parent]
+        common = ["--seed", SEED, "--env-id", ALGORITHMS[algo].env_id, "--run-dir", self.log.parent]
         flags = (case.small if emulated else case.flags).split()
         words = [*TURNS, f"{algo}{suffix}", *own, *flags, *common]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -1,7 +1,8 @@
 """A report as Markdown: speeds, memory, profiles and agreement."""
 
 from benchmark import editions
-from benchmark.gpu_report.cases import CASES, MODES, TF32
+from benchmark.gpu_report.cases import MODES, TF32
+from common.algorithms import named
 from common.machine import where
 from common.tables import Table
 
@@ -26,7 +27,7 @@ def speeds(report):
     rows = []
     for algo, own in report["speeds"].items():
         plain = own.get("plain")
-        rows.append([CASES[algo].title, *(speed_cell(own.get(mode), mode != TF32 and plain) for mode in MODES)])
+        rows.append([named(algo), *(speed_cell(own.get(mode), mode != TF32 and plain) for mode in MODES)])
     return Table("", SPEEDS, rows).markdown()
 
 
@@ -36,7 +37,7 @@ def memory(report):
         algo: [f"{own[mode]['memory_mib']:,}" if "memory_mib" in own.get(mode, {}) else "-" for mode in MODES]
         for algo, own in report["speeds"].items()
     }
-    return Table("", MEMORY, [[CASES[algo].title, *row] for algo, row in cells.items()]).markdown()
+    return Table("", MEMORY, [[named(algo), *row] for algo, row in cells.items()]).markdown()
 
 
 def profile_row(name, profile):

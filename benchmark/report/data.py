@@ -2,9 +2,9 @@
 
 import statistics
 
-from benchmark.algorithms import ALGORITHMS
 from benchmark.results import read
 from benchmark.speed.rounds import MKL, MODES, PEERS
+from common.algorithms import ALGORITHMS
 
 PEER_TITLES = {"cleanrl": "CleanRL", "sb3": "SB3", "sbx": "SBX"}
 LEANRL, LEANRL_2024 = "LeanRL", "leanrl-2024"

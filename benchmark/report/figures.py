@@ -8,10 +8,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from benchmark.algorithms import named
-from benchmark.published import cleanrl
 from benchmark.report.data import LEANRL, compared, speed, with_curve
 from common import curves
+from common.algorithms import ALGORITHMS, named
 from common.machine import describe
 
 COLORS = {  # of learning curves, by mode
@@ -150,7 +149,8 @@ def draw(groups):
                 if modes:
                     styles = {mode: (COLORS[mode],) for mode in modes}
                     title = f"{named(algo, env_id)}; {machine_of(own)}"
-                    picture = curves.svg(curves.learning_figure(title, modes, cleanrl(algo, env_id), styles, SMALL))
+                    published = ALGORITHMS[algo].cleanrl(env_id)
+                    picture = curves.svg(curves.learning_figure(title, modes, published, styles, SMALL))
                     drawn[picture_name("learning", slug, algo, env_id)] = Picture("learning", title, picture)
     return drawn
 

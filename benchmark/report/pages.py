@@ -16,7 +16,6 @@ import sys
 from dataclasses import dataclass
 
 from benchmark import editions
-from benchmark.algorithms import named
 from benchmark.gpu_report import tables as gpu_report
 from benchmark.report import curves, figures, tables
 from benchmark.report.data import grouped, load
@@ -24,20 +23,13 @@ from benchmark.report.tables import learning_tables, speed_tables
 from benchmark.results import read
 from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, population, scaling, start, tips
 from common import ROOT
+from common.algorithms import ALGORITHMS, named
 from common.curves import last_tenth
 from common.tables import Table, with_table
 
 MEMORY = ("memory_RepeatPrevious", "memory_PositionOnlyCartPole", "memory_PositionOnlyPendulum")
-PAGES = {  # tables by page, beside those of README.md and doc/report.html; "curve x" is of doc/artifacts/x.csv
-    "doc/sac.md": ("curve sac_halfcheetah", "curve sac_init_entropy", "curve sac_discrete_entropy"),
-    "doc/td3.md": ("curve td3_halfcheetah",),
-    "doc/fast_td3.md": ("curve fast_td3_halfcheetah",),
-    "doc/ppo.md": ("curve ppo_halfcheetah", "curve ppo_init_entropy"),
-    "doc/ppo_gpu_envs.md": ("curve ppo_gpu_halfcheetah",),
-    "doc/ppo_atari.md": ("curve ppo_pong", "curve ppo_breakout"),
-    "doc/ppo_lstm.md": ("memory", *(f"curve {name}" for name in MEMORY)),
-    "doc/dqn.md": ("curve dqn_cartpole", "curve dqn_breakout"),
-    "doc/pqn.md": ("curve pqn_pong",),
+PAGES = {  # tables by page, beside those of README.md, of doc/report.html and of learning curves
+    "doc/ppo_lstm.md": ("memory",),
     "doc/many_runs.md": ("curve population_pendulum", "population", "agents"),
     "doc/results.md": ("learning",),
     "doc/speed.md": ("speed", "start"),
@@ -47,25 +39,9 @@ PAGES = {  # tables by page, beside those of README.md and doc/report.html; "cur
     "doc/torch_compile.md": ("modes",),
     "doc/debugging.md": ("overhead",),
 }
-CAPTIONS = {  # of the curves that are drawn
-    "sac_halfcheetah": "SAC, HalfCheetah-v5: plain and turbo",
-    "sac_init_entropy": "SAC, HalfCheetah-v5: entropy of the policy at the start",
-    "td3_halfcheetah": "TD3, HalfCheetah-v5: plain and turbo",
-    "fast_td3_halfcheetah": "FastTD3, HalfCheetah-v5 on MuJoCo Warp",
-    "ppo_halfcheetah": "PPO, HalfCheetah-v5: plain, turbo, and without the values of truncated episodes",
-    "ppo_gpu_halfcheetah": "PPO for environments on the GPU, HalfCheetah-v5 on MuJoCo Warp",
-    "ppo_init_entropy": "PPO, HalfCheetah-v5: entropy of the policy at the start",
-    "memory_RepeatPrevious": "PPO, RepeatPreviousEasy: with and without memory",
-    "memory_PositionOnlyCartPole": "PPO, PositionOnlyCartPoleEasy: with and without memory",
-    "memory_PositionOnlyPendulum": "PPO, PositionOnlyPendulumEasy: with and without memory",
-    "ppo_pong": "PPO, Pong-v5: a million steps",
-    "ppo_breakout": "PPO, Breakout-v5: the first steps",
-    "dqn_cartpole": "DQN, CartPole-v1: plain and turbo",
-    "dqn_breakout": "DQN, Breakout-v5: the first steps",
-    "pqn_pong": "PQN and PPO, Pong-v5",
-    "sac_discrete_entropy": "SAC-discrete, Breakout-v5: entropy of the policy",
-}
-CURVE = "curve "
+CURVE = "curve "  # and the name of a file of doc/artifacts
+for entry in ALGORITHMS.values():
+    PAGES[entry.page] = (*PAGES.get(entry.page, ()), *(f"{CURVE}{name}" for name in entry.curves))
 
 
 @dataclass
@@ -183,7 +159,8 @@ def write(results):
     embedded = {kind: [] for kind in ("minutes", "learning", "speed", "curve")}
     for picture in pictures.values():
         embedded[picture.kind].append(image(picture.caption, picture.svg, "svg+xml"))  # its title is in it
-    for name, caption in CAPTIONS.items():
+    captions = {name: caption for entry in ALGORITHMS.values() for name, caption in entry.curves.items()}
+    for name, caption in captions.items():
         embedded["curve"].append(image(caption, artifact(f"{name}.png").read_bytes(), "png", caption))
     written = texts(results)
     for kind, images in embedded.items():

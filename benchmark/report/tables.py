@@ -3,18 +3,18 @@
 import statistics
 from math import inf
 
-from benchmark import editions, published
-from benchmark.algorithms import ALGORITHMS, named
+from benchmark import editions
 from benchmark.report import data
 from benchmark.report.data import COLUMNS, LEANRL, compared, done, grouped, with_curve
 from benchmark.speed.rounds import MODES
+from common.algorithms import ALGORITHMS, MEASURED, named
 from common.curves import end_of
 from common.machine import describe
 from common.tables import Table, mean_and_deviation, spread
 
 HEADLINE = ("ppo_continuous_action", "HalfCheetah-v5")
 BESIDE = ("sac_continuous_action", "HalfCheetah-v5")  # in README's picture, where it is measured too
-SHORT = tuple(algo for algo, algorithm in ALGORITHMS.items() if "cleanrl" in algorithm.peers)  # README's rows
+SHORT = tuple(algo for algo, algorithm in MEASURED.items() if "cleanrl" in algorithm.peers)  # README's rows
 SPEED = ("", "mode", "steps/s", "ratio to plain", "warm-up, s", "pays off after, steps")
 LEARNING = ("", "mode", "return", "of each seed", "steps", "minutes", "CleanRL's table")
 MACHINES = ("machine", "driver", "packages", "peers")
@@ -62,7 +62,7 @@ def with_cache(seconds, results):
 
 def speed_tables(results):
     """The speed tables, one for each machine; without any result one that says so."""
-    machines = editions.with_algorithms(results["speed"].values(), ALGORITHMS)
+    machines = editions.with_algorithms(results["speed"].values(), MEASURED)
     return [Table(speed_caption(own) if own else "", SPEED, speed_rows(own, algos)) for own, algos in machines]
 
 
@@ -189,7 +189,7 @@ def learning_row(algo, env_id, mode, runs):
         "; ".join([*each, *said]),
         f"{min(run['summary']['global_step'] for run in curves)}",
         with_cache(spread(data.minutes(curves), "{:.1f}"), curves),
-        published.cleanrl(algo, env_id),
+        ALGORITHMS[algo].cleanrl(env_id),
     ]
 
 

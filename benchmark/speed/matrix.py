@@ -32,11 +32,11 @@ import torch
 from tqdm import tqdm
 
 from benchmark import editions
-from benchmark.algorithms import ALGORITHMS
 from benchmark.results import RESULTS, read, store
 from benchmark.speed import checkouts, rounds
 from benchmark.speed.monitor import Monitor
 from common import ROOT
+from common.algorithms import MEASURED
 from common.arguments import check, distinct, from_low, refuse, stop
 from common.curves import learning_curve
 from common.folders import locked, writable
@@ -57,7 +57,7 @@ START_SECONDS = {True: 50, False: 10}  # of a mode with and without --compile, t
 
 @dataclass
 class Args(rounds.RunArgs):
-    algos: tuple[str, ...] = tuple(ALGORITHMS)
+    algos: tuple[str, ...] = tuple(MEASURED)
     """names of the plain scripts, without .py"""
     env_ids: tuple[str, ...] | None = None
     """environments for all algorithms (default: each algorithm's in algorithms.py)"""
@@ -88,29 +88,30 @@ class Job:
     learn = False
 
     def __init__(self, args, algo, env_id, modes, seed):
-        algorithm = ALGORITHMS[algo]
+        algorithm = MEASURED[algo]
+        speed = algorithm.speed
         self.algo = algo
         self.modes = modes
         self.programs = rounds.programs_of(algo, modes)
         self.seed = seed
         self.env_id = env_id
         steps = args.total_timesteps
-        steps = steps or (algorithm.budget if args.learn else algorithm.quick_steps if args.quick else algorithm.steps)
+        steps = steps or (algorithm.budget if args.learn else speed.quick_steps if args.quick else speed.steps)
         self.kind = "learning" if args.learn else "quick" if args.quick else "speed"
         self.args = rounds.RoundArgs(
             algo=algo,
             env_id=self.env_id,
             num_envs=args.num_envs,
             total_timesteps=steps,
-            flags=args.flags if args.learn else f"{algorithm.flags} {args.flags}",
+            flags=args.flags if args.learn else f"{speed.flags} {args.flags}",
             monitor=args.monitor,
             run_dir=args.run_dir / self.kind / algo / plain_name(self.env_id),
         )
         if args.parallel > 1:
             self.args.flags += f" --threads={max(1, os.cpu_count() // args.parallel)}"
         self.starting = {mode: START_SECONDS["compile" in mode] for mode in modes}
-        self.slice = steps / algorithm.speed / 60  # or longer and fewer
-        speeds = [algorithm.compiled if self.learn and "compile" in mode else algorithm.speed for mode in modes]
+        self.slice = steps / speed.plain / 60  # or longer and fewer
+        speeds = [speed.compiled if self.learn and "compile" in mode else speed.plain for mode in modes]
         self.seconds = sum(self.starting.values()) + sum(steps / speed for speed in speeds)
 
     def folder(self, mode):
@@ -266,7 +267,7 @@ def jobs(args):
             if not modes:
                 continue
             modes = rounds.alternating(modes, i)
-            algorithm = ALGORITHMS[algo]
+            algorithm = MEASURED[algo]
             for env_id in args.env_ids or (algorithm.env_ids if args.learn else (algorithm.env_id,)):
                 if args.learn:
                     yield from (LearningRun(args, algo, env_id, [mode], seed) for mode in modes)
@@ -391,7 +392,7 @@ def check_names(env_ids):
 
 def complete(args):
     """Check the arguments and fill in defaults."""
-    check("algos", args.algos, ALGORITHMS)
+    check("algos", args.algos, MEASURED)
     distinct(args, "algos", "env_ids", "modes", "seeds")
     from_low(1, args, "total_timesteps", "num_envs")
     from_low(0, args, "seeds")

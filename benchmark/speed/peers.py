@@ -26,8 +26,8 @@ import tyro
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from benchmark.algorithms import ALGORITHMS
 from benchmark.speed.rounds import PEER_MODULES
+from common.algorithms import ALGORITHMS
 from common.arguments import refuse, stop
 from common.curves import RETURN
 from common.scripts import load, optimizers_of
@@ -46,30 +46,7 @@ except ImportError as error:
     stop(f"peers.py: pip install -r requirements/peers.txt ({error})")
 
 PACKAGES = {"sb3": ("stable-baselines3", "sb3-contrib", "torch"), "sbx": ("sbx-rl", "jax")}
-CLASSES = {algo: one.learner for algo, one in ALGORITHMS.items() if PACKAGES.keys() & set(one.peers)}  # of learners
-OFF_POLICY = {name: name for name in ("batch_size", "learning_starts", "buffer_size", "gamma", "tau")}
-NAMES = {  # our flags, and the peers' names for them, as arguments and as attributes
-    "PPO": {
-        "num_steps": "n_steps",
-        "update_epochs": "n_epochs",
-        "gamma": "gamma",
-        "gae_lambda": "gae_lambda",
-        "norm_adv": "normalize_advantage",
-        "clip_coef": "clip_range",
-        "ent_coef": "ent_coef",
-        "max_grad_norm": "max_grad_norm",
-    },
-    "SAC": OFF_POLICY | {"target_network_frequency": "target_update_interval"},
-    "TD3": OFF_POLICY
-    | {"policy_frequency": "policy_delay", "policy_noise": "target_policy_noise", "noise_clip": "target_noise_clip"},
-    "DQN": OFF_POLICY
-    | {
-        "target_network_frequency": "target_update_interval",
-        "start_e": "exploration_initial_eps",
-        "end_e": "exploration_final_eps",
-        "exploration_fraction": "exploration_fraction",
-    },
-}
+CLASSES = {algo: entry.name.split()[0] for algo, entry in ALGORITHMS.items() if entry.peer_flags}  # of learners
 FLAGS = (
     "env_id",
     "total_timesteps",
@@ -238,7 +215,7 @@ def make_model(peer, algo, script, args, device):
     envs = Games(script, args) if is_atari(script) else make_vec_env(args.env_id, args.num_envs)
     optimizer = next(iter(optimizers_of(ours).values()))
     policy = {"net_arch": hidden_layers(peer, algo, ours), "optimizer_kwargs": {"eps": optimizer.defaults["eps"]}}
-    settings = {theirs: getattr(args, flag) for flag, theirs in NAMES[name].items()}
+    settings = {theirs: getattr(args, flag) for flag, theirs in ALGORITHMS[algo].peer_flags.items()}
     if name == "PPO":
         if hasattr(ours, "normalizer"):
             envs = VecNormalize(envs, gamma=args.gamma)
@@ -402,7 +379,7 @@ def our_settings(algo, script, args):
     learner = make_ours(algo, script, args)
     rows = networks_in_torch(nn.ModuleDict(networks_of(learner)))
     rows |= optimizers_in_torch(optimizers_of(learner), getattr(args, "anneal_lr", False))
-    rows |= {flag: getattr(args, flag) for flag in NAMES[name]}
+    rows |= {flag: getattr(args, flag) for flag in ALGORITHMS[algo].peer_flags}
     if name == "PPO":
         rows["minibatch"] = args.num_envs * args.num_steps // args.num_minibatches
         rows["vf_coef, of half the squared error"] = args.vf_coef
@@ -435,7 +412,7 @@ def peer_settings(peer, algo, script, args):
         }[name]
         rows = networks_in_jax(model.policy)
         rows |= rows_of_optimizers(model.policy.optimizer_kwargs["eps"], rates, annealed)
-    rows |= {flag: getattr(model, theirs, "-") for flag, theirs in NAMES[name].items()}
+    rows |= {flag: getattr(model, theirs, "-") for flag, theirs in ALGORITHMS[algo].peer_flags.items()}
     if name == "PPO":
         normalizer = model.get_vec_normalize_env()
         normalized = normalizer and normalizer.norm_obs and normalizer.norm_reward

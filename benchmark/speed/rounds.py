@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from benchmark.algorithms import ALGORITHMS
 from benchmark.results import read
 from benchmark.speed.monitor import Monitor
+from common.algorithms import ALGORITHMS
 from common.arguments import refuse
 from common.processes import end, start
 from common.slices import SLICES
@@ -114,8 +114,8 @@ def cold(folder):
 def command(args, program, seed, folder):
     """The arguments of `python` to run a program with one seed, in `folder`."""
     algorithm = ALGORITHMS[args.algo]
-    common = {"env-id": args.env_id or algorithm.env_id, "total-timesteps": args.total_timesteps or algorithm.steps}
-    common |= {"seed": seed, "run-dir": folder}
+    steps = args.total_timesteps or algorithm.speed.steps
+    common = {"env-id": args.env_id or algorithm.env_id, "total-timesteps": steps, "seed": seed, "run-dir": folder}
     if args.num_envs:
         common["num-envs"] = args.num_envs
     common = [f"--{name}={value}" for name, value in common.items()]

@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 
 from benchmark import editions
-from benchmark.algorithms import ALGORITHMS
 from benchmark.results import RESULTS, path_here, read, store
 from benchmark.speed.rounds import INTERLEAVED, TURBO_FLAGS, RunArgs, possible, run_programs
 from benchmark.studies.tricks import TRICKS, without
 from common import ROOT
+from common.algorithms import ALGORITHMS
 from common.arguments import check, distinct, from_low, parse
 from common.folders import locked, writable
 from common.machine import machine
@@ -32,18 +32,9 @@ from common.scripts import before_each_log, load, train
 from common.tables import Table, spread
 
 MODES = tuple(TURBO_FLAGS)
-STEPS = {"sac_continuous_action": 9_000, "td3_continuous_action": 30_000, "ppo_continuous_action": 60_000}
-STEPS |= {"dqn": 100_000, "pqn": 200_000}  # warm-up and half a minute of steady training on 2 cores
 UNTOUCHED = "untouched"
 TOLERANCE = 2e-5  # of the distance that the parameters move
-SHORT = {"batch_size": 32, "buffer_size": 1000, "learning_starts": 50, "total_timesteps": 110}
-VERIFIED = {  # flags of the runs compared by `--verify`; in those of PPO, DQN and PQN, episodes end
-    "sac_continuous_action": SHORT | {"env_id": "Pendulum-v1"},
-    "td3_continuous_action": SHORT | {"env_id": "Pendulum-v1"},
-    "ppo_continuous_action": {"env_id": "Pendulum-v1", "num_steps": 128, "update_epochs": 2, "total_timesteps": 384},
-    "dqn": SHORT | {"total_timesteps": 350},
-    "pqn": {"num_steps": 64, "update_epochs": 2, "total_timesteps": 1024},
-}
+VERIFIED = 250  # steps of the runs that --verify compares
 
 
 @dataclass
@@ -55,7 +46,7 @@ class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
     """one round of each mode for each seed"""
     total_timesteps: int | None = None
-    """environment steps of each run (default: the algorithm's in STEPS)"""
+    """environment steps of each run (default: the algorithm's of --quick)"""
     run_dir: Path = Path("runs/ablation")
     """folder for the copies and their runs; an earlier one of the same algorithm and mode is deleted"""
     results: Path = RESULTS
@@ -91,9 +82,10 @@ def learned(path, algo, mode):
 
         before_each_log(run, on_log)
 
-    flags = VERIFIED[algo] | {"compile": "compile" in mode, "cudagraphs": "cudagraphs" in mode}
+    flags = ALGORITHMS[algo].tiny | {"compile": "compile" in mode, "cudagraphs": "cudagraphs" in mode}
+    flags |= {} if ALGORITHMS[algo].off_policy else {"num_steps": 60}  # episodes of 200 steps end within a rollout
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        train(script, script.Args(run_dir=folder, threads=1, **flags), on_start)
+        train(script, script.Args(total_timesteps=VERIFIED, run_dir=folder, threads=1, **flags), on_start)
     return logs[0], logs[-1]
 
 
@@ -122,7 +114,7 @@ def measure(args, algo, mode):
     paths = {UNTOUCHED: write_copy(algo, None, folder)}
     paths |= {trick.name: write_copy(algo, trick, folder) for trick in tricks_of(algo, mode)}
     programs = {name: [*INTERLEAVED, str(path.resolve()), *TURBO_FLAGS[mode]] for name, path in paths.items()}
-    settings = RunArgs(total_timesteps=args.total_timesteps or STEPS[algo])
+    settings = RunArgs(total_timesteps=args.total_timesteps or ALGORITHMS[algo].speed.quick_steps)
     summaries = run_programs(algo, programs, args.seeds, folder / "runs", settings)
     return {name: [summary["steady_sps"] for summary in own] for name, own in summaries.items()}
 
@@ -131,7 +123,8 @@ def record(args, algo, mode, speeds):
     """Add the speeds of one mode to the results of this machine."""
     path = path_here(args.results, "ablation", algo)
     data = read(path) if path.exists() else {"algo": algo, "modes": {}}
-    about = {"env_id": ALGORITHMS[algo].env_id, "total_timesteps": args.total_timesteps or STEPS[algo]}
+    entry = ALGORITHMS[algo]
+    about = {"env_id": entry.env_id, "total_timesteps": args.total_timesteps or entry.speed.quick_steps}
     about |= {"seeds": args.seeds, "machine": machine()}
     about |= editions.today(editions.script(f"{algo}_torchcompile"))
     data["modes"][mode] = about | {"steps_per_second": speeds}

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark import editions
-from benchmark.algorithms import ALGORITHMS, named
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import INTERLEAVED, RunArgs, run_programs
+from common.algorithms import MEASURED, named
 from common.arguments import check, distinct, from_low, parse
 from common.folders import locked, writable
 from common.machine import machine
@@ -29,7 +29,7 @@ HEADER = ("", "mode", "steps/s", "ratio to default", "until steady, s")
 
 @dataclass
 class Args:
-    algos: tuple[str, ...] = tuple(ALGORITHMS)
+    algos: tuple[str, ...] = tuple(MEASURED)
     """names of the plain scripts"""
     seeds: tuple[int, ...] = (1,)
     """one round for each seed"""
@@ -42,7 +42,8 @@ class Args:
 def measure(args, algo):
     """Speed and warm-up of each mode, as lists over seeds."""
     programs = {mode: [*INTERLEAVED, f"{algo}_torchcompile", *flags] for mode, flags in MODES.items()}
-    settings = RunArgs(total_timesteps=ALGORITHMS[algo].quick_steps, flags=ALGORITHMS[algo].flags)
+    speed = MEASURED[algo].speed
+    settings = RunArgs(total_timesteps=speed.quick_steps, flags=speed.flags)
     summaries = run_programs(algo, programs, args.seeds, args.run_dir / algo, settings)
     columns = {"steps_per_second": "steady_sps", "warmup_seconds": "warmup_seconds"}
     return {
@@ -66,11 +67,11 @@ def rows(data):
 def table(results):
     """A Markdown table for each measured machine."""
     nothing = ["all", "all", "not measured", "", ""]
-    return editions.tables(stored(results, "modes", ALGORITHMS), HEADER, rows, nothing)
+    return editions.tables(stored(results, "modes", MEASURED), HEADER, rows, nothing)
 
 
 def main(args):
-    check("algos", args.algos, ALGORITHMS)
+    check("algos", args.algos, MEASURED)
     distinct(args, "algos", "seeds")
     from_low(0, args, "seeds")
     writable("results", args.results)

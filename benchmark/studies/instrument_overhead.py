@@ -14,9 +14,9 @@ import numpy as np
 from scipy.stats import bootstrap
 
 from benchmark import editions
-from benchmark.algorithms import FULL_SOON, named
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import TURBO_FLAGS, RunArgs, possible, run_programs
+from common.algorithms import FULL_SOON, named
 from common.arguments import check, distinct, from_low, parse
 from common.folders import locked, writable
 from common.machine import machine

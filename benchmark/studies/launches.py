@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmark.algorithms import ALGORITHMS
 from benchmark.results import RESULTS, read, replace
 from common import ROOT
+from common.algorithms import ALGORITHMS
 from common.arguments import parse
 from common.scripts import Enough, before_each_log, load, train
 from common.steady import Clock
@@ -40,25 +40,6 @@ MODES = {
     "cudagraphs": {"cudagraphs": True},
     "compile + cudagraphs": {"compile": True, "cudagraphs": True},
 }
-EARLY = {"learning_starts": 190, "buffer_size": 1000}
-EARLY_ATARI = EARLY | {"target_network_frequency": 100}
-GREEDY = {"start_e": 0.0, "end_e": 0.0}
-PENDULUM = {"env_id": "tests.torch_pendulum:TorchPendulum-v0"}
-RUNS = {  # flags, and steps to count: whole periods of everything that is not done in each step
-    "sac_continuous_action": (EARLY, 100),
-    "td3_continuous_action": (EARLY, 100),
-    "ppo_continuous_action": ({}, 2048),
-    "ppo_lstm": ({}, 128),
-    "ppo_atari_envpool": ({}, 128),
-    "dqn": (EARLY | GREEDY, 500),
-    "dqn_atari": (EARLY_ATARI | GREEDY, 100),
-    "pqn": ({}, 128),
-    "pqn_atari_envpool": (GREEDY, 128),
-    "sac_atari": (EARLY_ATARI, 100),
-    "ppo_gpu_envs": (PENDULUM, 16),
-    "fast_td3": (PENDULUM | {"buffer_size": 100}, 100),
-}
-ON_DEVICE = {"ppo_gpu_envs": "PPO, GPU environments", "fast_td3": "FastTD3"}  # only compiled, with their titles
 PARTS = ("update", "update_target", "losses")  # methods counted separately; the rest is the step
 POPULATIONS = {"sac_continuous_action": "sac_population"}
 AGENTS = (1, 2, 4, 8, 16)
@@ -174,16 +155,16 @@ def count(name, mode, flags, steps):
 
 def modes_of(algo):
     """The modes in which a script is counted."""
-    return ["compile + cudagraphs"] if algo in ON_DEVICE else list(MODES)
+    return ["compile + cudagraphs"] if ALGORITHMS[algo].on_device else list(MODES)
 
 
 def total(data):
     """All counts of all scripts, counted anew."""
     scripts = {}
-    for algo in RUNS:
+    for algo in ALGORITHMS:
         for mode in modes_of(algo):
             print(f"counting {algo}, {mode}", file=sys.stderr)
-            scripts.setdefault(algo, {})[mode] = count(algo, mode, *RUNS[algo])
+            scripts.setdefault(algo, {})[mode] = count(algo, mode, *ALGORITHMS[algo].counted)
     populations = {algo: {agents: count_agents(algo, agents) for agents in AGENTS} for algo in POPULATIONS}
     return data | {"torch": torch.__version__.split("+")[0], "scripts": scripts, "populations": populations}
 
@@ -191,7 +172,7 @@ def total(data):
 def count_agents(algo, agents):
     """The counts of the population script with this number of agents, compiled and captured."""
     print(f"counting {POPULATIONS[algo]}, {agents} agents", file=sys.stderr)
-    flags, steps = RUNS[algo]
+    flags, steps = ALGORITHMS[algo].counted
     return count(POPULATIONS[algo], "compile + cudagraphs", flags | {"seeds": tuple(range(1, agents + 1))}, steps)
 
 
@@ -210,10 +191,6 @@ def cell(parts, name, nbytes=None, unit=1):
     return " + ".join(texts) if any(name in parts[part] for part in ("update", "step")) else ""
 
 
-def title(algo):
-    return ON_DEVICE.get(algo) or ALGORITHMS[algo].title
-
-
 def row(name, mode, parts):
     """A row of the table."""
     cells = [cell(parts, column) for column in ("operators", "replays", "nodes", "kernels", "fills", "matmuls")]
@@ -227,7 +204,7 @@ def table(data):
     header += ("fills", "matmuls and convolutions among all", "MB read and written", "copies in", "copies out", "waits")
     rows = []
     for algo, modes in data["scripts"].items():
-        rows += [row(title(algo), mode, parts) for mode, parts in modes.items()]
+        rows += [row(ALGORITHMS[algo].title, mode, parts) for mode, parts in modes.items()]
         earlier = data["leanrl_2024"]["scripts"].get(algo, {})  # it had no DQN and no SAC for Atari
         rows += [row("LeanRL of 2024", mode, parts) for mode, parts in earlier.items()]
     return Table("", header, rows).markdown()
@@ -252,10 +229,10 @@ def population_table(data):
 
 def reduction_table(data):
     """A Markdown table with the longest reduction of one thread block in each script's generated code."""
-    counted = {title(algo): modes["compile + cudagraphs"] for algo, modes in data["scripts"].items()}
+    counted = {ALGORITHMS[algo].title: modes["compile + cudagraphs"] for algo, modes in data["scripts"].items()}
     for algo, by_agents in data["populations"].items():
         agents, parts = list(by_agents.items())[-1]
-        counted[f"{title(algo)}, {agents} agents"] = parts
+        counted[f"{ALGORITHMS[algo].title}, {agents} agents"] = parts
     rows = []
     for name, parts in sorted(counted.items(), key=lambda item: -item[1]["longest reduction"]["numbers"]):
         numbers, results = parts["longest reduction"].values()

@@ -22,10 +22,10 @@ import numpy as np
 import tyro
 
 from benchmark import editions
-from benchmark.algorithms import ALGORITHMS
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import TURBO_FLAGS, possible
 from common import scripts
+from common.algorithms import ALGORITHMS
 from common.arguments import check, distinct, from_low, parse
 from common.folders import writable
 from common.machine import machine

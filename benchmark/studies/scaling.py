@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from benchmark import editions
-from benchmark.algorithms import ALGORITHMS
 from benchmark.results import RESULTS, path_here, read, store, stored
 from benchmark.studies.timing import interleaved_times, seconds_per_call
+from common.algorithms import ALGORITHMS
 from common.arguments import check, distinct, from_low, parse, refuse
 from common.folders import writable
 from common.machine import machine, slug, where
@@ -39,53 +39,23 @@ from common.scripts import Enough, before_each_log, load, train
 from common.steady import Clock
 from common.tables import Table
 
-NUM_ENVS = (1, 16, 256)
-BATCHES = (64, 256, 1024)
-OFF_POLICY = {"learning_starts": 1000, "buffer_size": 100_000}
+SCALED = {algo: entry.scaling for algo, entry in ALGORITHMS.items() if entry.scaling}
 WINDOWS = 5  # of a run, of which the median is taken
-
-
-@dataclass(frozen=True)
-class Case:
-    flags: dict = field(default_factory=dict)
-    iteration: int = 0
-    """transitions per iteration of PPO and PQN"""
-    period: int = 1
-    """updates in a period, which contains everything that is not done in each update"""
-    batches: tuple[int, ...] = BATCHES
-
-    def with_envs(self, num_envs):
-        return {"num_envs": num_envs} | ({"num_steps": self.iteration // num_envs} if self.iteration else {})
-
-    def with_batch(self, batch):
-        return {"num_minibatches": self.iteration // batch} if self.iteration else {"batch_size": batch}
-
-
-CASES = {
-    "sac_continuous_action": Case(OFF_POLICY, period=2),
-    "td3_continuous_action": Case(OFF_POLICY, period=2),
-    "ppo_continuous_action": Case(iteration=2048),
-    "dqn": Case(OFF_POLICY | {"start_e": 0.05, "end_e": 0.05}),
-    "ppo_atari_envpool": Case(iteration=1024),
-    "dqn_atari": Case(OFF_POLICY | {"start_e": 0.01, "end_e": 0.01}, batches=(32, *BATCHES[:-1])),
-    "pqn": Case({"start_e": 0.05, "end_e": 0.05}, iteration=512, batches=(32, 128, 512)),
-    "pqn_atari_envpool": Case({"start_e": 0.01, "end_e": 0.01}, iteration=1024),
-    "sac_atari": Case(OFF_POLICY),
-}
 
 
 @dataclass
 class Args:
-    algos: tuple[str, ...] = tuple(CASES)
+    algos: tuple[str, ...] = tuple(SCALED)
     """names of the plain scripts"""
     compile: bool = True
     """with --compile"""
     cudagraphs: bool = field(default_factory=torch.cuda.is_available)
     """with --cudagraphs"""
-    num_envs: tuple[int, ...] = NUM_ENVS
-    """numbers of environments, with the default batch"""
+    num_envs: tuple[int, ...] | None = None
+    """numbers of environments, with the default batch (default: the algorithm's)"""
     batches: tuple[int, ...] | None = None
-    """transitions per batch (PPO, PQN: per minibatch), with the default number of environments"""
+    """transitions per batch (PPO, PQN: per minibatch), with the default number of environments (default: the
+    algorithm's)"""
     seconds: float = 10
     """duration of training in steady state for each point"""
     results: Path = RESULTS
@@ -224,7 +194,7 @@ class Meter:
 def measure(algo, flags, modes, seconds):
     """One point: the speeds of a run with these flags, and its bounds."""
     script = load(f"{algo}_torchcompile")
-    case = CASES[algo]
+    case = SCALED[algo]
     flags = case.flags | flags
     meter = Meter(seconds)
     interval = max(1, 100 // script.Args(**flags).num_envs)  # steps of the vector environment; on-policy: unused
@@ -241,11 +211,11 @@ def measure(algo, flags, modes, seconds):
 
 def measure_all(args, algo):
     """Measure all points of a script and store them."""
-    case = CASES[algo]
+    case = SCALED[algo]
     modes = {"compile": args.compile, "cudagraphs": args.cudagraphs}
     data = {"algo": algo, "modes": modes, "machine": machine(), "num_envs": {}, "batch": {}}
     data |= editions.today(editions.script(f"{algo}_torchcompile"))
-    points = [("num_envs", n, case.with_envs(n)) for n in args.num_envs]
+    points = [("num_envs", n, case.with_envs(n)) for n in args.num_envs or case.num_envs]
     points += [("batch", batch, case.with_batch(batch)) for batch in args.batches or case.batches]
     for name, value, flags in points:
         print(f"{algo}: {name} {value}", file=sys.stderr, flush=True)
@@ -314,8 +284,8 @@ def row(algo, data):
             [point["matmul_flops"] / point["matmul_seconds"] / 1e9 for point in batches],
         ]
         cells = [", ".join(f"{value:.3g}" if value < 1000 else f"{value:.0f}" for value in curve) for curve in curves]
-    environments = ", ".join(map(str, data["num_envs"] if data else NUM_ENVS))
-    batches = ", ".join(map(str, data["batch"] if data else CASES[algo].batches))
+    environments = ", ".join(map(str, data["num_envs"] if data else SCALED[algo].num_envs))
+    batches = ", ".join(map(str, data["batch"] if data else SCALED[algo].batches))
     title = f"{ALGORITHMS[algo].title}, {modes_of(data)}" if data else ALGORITHMS[algo].title
     return [title, environments, cells[0], batches, *cells[1:]]
 
@@ -325,7 +295,7 @@ def table(results):
     header = ("", "environments", "steps/s", "transitions of a batch", "ms per update")
     header += ("ms of its matmuls alone", "these, GFLOP/s")
     parts = []
-    for measured, algos in editions.with_algorithms(stored(results, "scaling", CASES), CASES):
+    for measured, algos in editions.with_algorithms(stored(results, "scaling", SCALED), SCALED):
         data = {one["algo"]: one for one in measured}
         if measured:
             parts.append(f"{editions.about(measured)}:")
@@ -339,7 +309,7 @@ def table(results):
 
 
 def main(args):
-    check("algos", args.algos, CASES)
+    check("algos", args.algos, SCALED)
     if args.cudagraphs and not torch.cuda.is_available():
         refuse("cudagraphs", args.cudagraphs, "there is no CUDA device; give --no-cudagraphs")
     distinct(args, "algos")

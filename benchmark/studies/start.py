@@ -17,22 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark import editions
-from benchmark.algorithms import ALGORITHMS, FULL_SOON, named
 from benchmark.results import RESULTS, path_here, store, stored
 from benchmark.speed.rounds import INTERLEAVED, RoundArgs, cold, command
+from common.algorithms import FULL_SOON, MEASURED, named
 from common.arguments import check, distinct, from_low, parse, stop
 from common.folders import writable
 from common.machine import machine
 from common.processes import end, start
 from common.tables import spread
 
-OFF_POLICY = ("sac", "td3", "dqn")
 HEADER = ("", "cold start, s", "warm start, s")
 
 
 @dataclass
 class Args:
-    algos: tuple[str, ...] = tuple(ALGORITHMS)
+    algos: tuple[str, ...] = tuple(MEASURED)
     """names of the plain scripts"""
     times: int = 3
     """number of cold starts, each with a warm one after it"""
@@ -42,8 +41,8 @@ class Args:
 
 def seconds_to_updates(algo, folder):
     """Start a compiled run whose caches are in `folder`; the seconds until all of its updates are compiled."""
-    flags = FULL_SOON if algo.startswith(OFF_POLICY) else ""
-    settings = RoundArgs(algo=algo, total_timesteps=ALGORITHMS[algo].quick_steps, flags=flags)
+    flags = FULL_SOON if MEASURED[algo].off_policy else ""
+    settings = RoundArgs(algo=algo, total_timesteps=MEASURED[algo].speed.quick_steps, flags=flags)
     words = command(settings, [*INTERLEAVED, f"{algo}_torchcompile", "--compile"], 1, folder / "runs")
     begin = time.perf_counter()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -73,11 +72,11 @@ def rows(data):
 
 def table(results):
     """A Markdown table for each measured machine."""
-    return editions.tables(stored(results, "start", ALGORITHMS), HEADER, rows, ["all", "not measured", "not measured"])
+    return editions.tables(stored(results, "start", MEASURED), HEADER, rows, ["all", "not measured", "not measured"])
 
 
 def main(args):
-    check("algos", args.algos, ALGORITHMS)
+    check("algos", args.algos, MEASURED)
     distinct(args, "algos")
     from_low(1, args, "times")
     writable("results", args.results)

@@ -11,44 +11,19 @@ from unittest.mock import patch
 import conftest
 import pytest
 import torch
-from conftest import MULTI, POPULATION, TURBO, TURBO_ON_DEVICE, assert_same_state, leaves, saved, stem
+from conftest import ENTRIES, MULTI, POPULATION, TURBO, assert_same_state, leaves, saved, stem
 from copies import ROOT
 from emulated_cuda import emulated_cuda
 from tensordict.nn import CudaGraphModule
 from test_multigpu import ON_CUDA, QueuedCollectives, become, learn
-from test_training_on_cuda import OTHERS, SIZES, batched, no_export
+from test_training_on_cuda import SIZES, batched, no_export
 
 if (reason := conftest.missing_interpreter()) is not None:
     pytest.skip(reason, allow_module_level=True)
 from generated_cuda import KERNEL, call_of, compiled_for_cuda, longest_reduction
 
-SCRIPTS = TURBO | TURBO_ON_DEVICE
-ALL = SCRIPTS | {"population": POPULATION, "multigpu": MULTI}
-FUNCTIONS = {  # that are compiled
-    "sac": {"store_and_act", "update_critics", "update_actor", "update_targets"},
-    "td3": {"store_and_act", "update_critics", "update_actor", "update_targets"},
-    "dqn": {"store_and_learn"},
-    "ppo": {"update_minibatch"},
-    "ppo_lstm": {
-        "decide",
-        "from_obs",
-        "unroll_chunk",
-        "loss",
-        "from_obs_back",
-        "unroll_chunk_back",
-        "loss_back",
-        "step",
-    },
-    "ppo_gpu": {"decide", "note", "update_minibatch"},
-    "ppo_atari": {"decide", "update_minibatch"},
-    "dqn_atari": {"store_and_act", "learn"},
-    "sac_atari": {"store_and_act", "learn"},
-    "pqn": {"update_minibatch"},
-    "pqn_atari": {"decide", "update_minibatch"},
-    "fast_td3": {"compute_actions", "store_step", "update_critics", "update_actor"},
-    "multigpu": {"decide", "compute_gradient", "step"},
-}
-FUNCTIONS["population"] = FUNCTIONS["sac"]
+FUNCTIONS = {stem(TURBO[name]): entry.functions for name, entry in ENTRIES.items()}  # that are compiled
+FUNCTIONS |= {stem(POPULATION): ENTRIES["sac"].functions, stem(MULTI): {"decide", "compute_gradient", "step"}}
 LIMITS = {  # of errors, by script and whether it has other settings
     ("ppo_atari", True): 2e-5,  # Adam's second moments: twice the relative error of a gradient
     # The norm of a gradient of Q-values that are 50 times their distance from the targets: a last bit of the weights
@@ -56,41 +31,20 @@ LIMITS = {  # of errors, by script and whether it has other settings
     ("pqn_atari", False): 1e-4,
 }
 LEFT_TO_EAGER = {"convolution_backward"}  # operators that inductor does not generate: cuDNN's
-SHORT = {
-    "sac": {"total_timesteps": 39},
-    "td3": {"total_timesteps": 39},
-    "dqn": {"total_timesteps": 80},
-    "ppo": {"total_timesteps": 48},
-    "ppo_lstm": {"num_steps": 4, "total_timesteps": 16},
-    "ppo_gpu": {"num_steps": 4, "total_timesteps": 48},
-    "ppo_atari": {"num_steps": 4, "update_epochs": 1, "total_timesteps": 8},
-    "pqn": {"total_timesteps": 72},
-    "pqn_atari": {"num_steps": 4, "update_epochs": 3, "total_timesteps": 8},
-    "dqn_atari": {"learning_starts": 16, "total_timesteps": 28},
-    # of a batch below 8, inductor 2.13 computes the logged alpha_loss with the new log_alpha
-    "sac_atari": {"learning_starts": 16, "total_timesteps": 28, "batch_size": 8},
-    "fast_td3": {"total_timesteps": 64},
-}
-OTHERS = OTHERS | {"dqn_atari": OTHERS["dqn_atari"] | {"total_timesteps": 21}}  # with an update in each step
-OTHERS |= {"sac_atari": OTHERS["sac_atari"] | {"total_timesteps": 22}}
-OTHERS |= {"ppo_gpu": {"desired_kl": None, "env_id": "tests.torch_pendulum:ShortAsymmetric-v0"}}
-OTHERS |= {"ppo_lstm": {"env_id": "Unequal-v0", "cell": "gru", "target_kl": 1e-4}}
-OTHERS["fast_td3"] = {"env_id": "tests.torch_pendulum:ShortAsymmetric-v0", "num_steps": 1, "updates_per_step": 1}
-OTHERS["fast_td3"] |= {"total_timesteps": 72}  # each of two graphs of updates is replayed
 QUICK = ("dqn",)
 
 
-CASES = [
-    pytest.param(name, kwargs, marks=[] if name in QUICK and not kwargs else [pytest.mark.thorough])
-    for name in SCRIPTS
-    for kwargs in ({}, OTHERS[name])
-]
+CASES = []
+for name, entry in ENTRIES.items():
+    CASES.append(pytest.param(name, {}, marks=[] if name in QUICK else [pytest.mark.thorough], id=f"{name}-default"))
+    others = entry.others | entry.generated_others
+    CASES.append(pytest.param(name, others, marks=pytest.mark.thorough, id=f"{name}-others"))
 
 
 def train(name, settings, folder, late=True, compile=True, **session):
     """A short run on the emulated device; returns its losses, its learner's state and the `Session`."""
-    script = SCRIPTS[name]
-    kwargs = SIZES[name] | SHORT[name] | settings | {"compile": compile, "cudagraphs": compile}
+    script = TURBO[name]
+    kwargs = SIZES[name] | ENTRIES[name].generated | settings | {"compile": compile, "cudagraphs": compile}
     args = script.Args(**kwargs, run_dir=str(folder))
     losses, runs = [], []
     often = patch.object(script, "LOG_INTERVAL", 3, create=True)
@@ -101,17 +55,17 @@ def train(name, settings, folder, late=True, compile=True, **session):
         return losses, saved(runs[0].learner), programs
 
 
-def check_programs(name, programs, record_property, limit=1e-5):
+def check_programs(script, programs, record_property, limit=1e-5):
     """Generated code is on the card, and computes what torch computes. tools/versions.sh shows what is recorded."""
-    check_placement(name, programs)
-    assert programs.errors.keys() == FUNCTIONS[name]
-    record_property(stem(ALL[name]), max(programs.errors.values()))
+    check_placement(script, programs)
+    assert programs.errors.keys() == FUNCTIONS[stem(script)]
+    record_property(stem(script), max(programs.errors.values()))
     assert max(programs.errors.values()) < limit, programs.errors
 
 
-def check_placement(name, programs):
+def check_placement(script, programs):
     """No tensor of the host, and no operator that is left to eager code, but those that are known."""
-    assert {function for function, _ in programs.codes} == FUNCTIONS[name]
+    assert {function for function, _ in programs.codes} == FUNCTIONS[stem(script)]
     for function, code in programs.codes:
         assert "cpu" not in call_of(code), function
         assert set(re.findall(r"torch\.ops\.\w+\.(\w+)\.\w+\(", call_of(code))) <= LEFT_TO_EAGER, function
@@ -140,7 +94,7 @@ def test_training_runs_generated_code(name, settings, tmp_path, record_property)
     """
     eager, *_ = train(name, settings, tmp_path, compile=False)
     losses, state, programs = train(name, settings, tmp_path, check=True)
-    check_programs(name, programs, record_property, LIMITS.get((name, bool(settings)), 1e-5))
+    check_programs(TURBO[name], programs, record_property, LIMITS.get((name, bool(settings)), 1e-5))
     assert losses
     for got, wanted in zip(losses, eager, strict=True):
         assert got == pytest.approx(wanted, rel=1e-2, abs=1e-3)
@@ -171,7 +125,7 @@ def test_a_population_runs_generated_code(agents, tmp_path, record_property):
     """As the script of a single agent does: near eager code's numbers."""
     eager, _ = train_agents(tmp_path / "eager", agents, compile=False)
     generated, programs = train_agents(tmp_path / "generated", agents, check=True)
-    check_programs("population", programs, record_property)
+    check_programs(POPULATION, programs, record_property)
     assert len(generated) == agents
     for own, near in zip(generated, eager, strict=True):
         for (path, value), (_, expected) in zip(own, near, strict=True):
@@ -199,7 +153,7 @@ def test_a_rank_runs_generated_code(tmp_path, record_property):
     code = subprocess.run([sys.executable, "-c", program], env=env, timeout=900).returncode
     assert code == 0, (tmp_path / "stderr").read_text()
     programs = SimpleNamespace(**torch.load(tmp_path / "programs"))
-    check_programs("multigpu", programs, record_property)
+    check_programs(MULTI, programs, record_property)
     check_kernels(programs.codes, tmp_path / "codes")
 
 

@@ -15,7 +15,7 @@ import test_ppo
 import test_ppo_atari
 import test_pqn
 import test_replay
-from conftest import ALGORITHMS, TURBO, load_copy
+from conftest import ENTRIES, TURBO, load_copy
 from emulated_cuda import emulated_cuda
 from test_training_on_cuda import OTHERS, SIZES, check_against_cpu, check_training, no_export
 
@@ -481,7 +481,7 @@ def train_on_cpu(algorithm, script, folder):
 
 @pytest.mark.parametrize(("algorithm", "bug", "old", "new", "caught_by"), CASES)
 def test_a_planted_bug_is_caught(algorithm, bug, old, new, caught_by, tmp_path, monkeypatch):
-    name = f"{ALGORITHMS[algorithm]}_torchcompile"
+    name = ENTRIES[algorithm].turbo
     source = (ROOT / "leanrl" / f"{name}.py").read_text()
     assert source.count(old) == 1, f"not there once: {old}"
     script = load_copy(name, source.replace(old, new), tmp_path)

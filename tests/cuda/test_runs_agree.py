@@ -1,19 +1,18 @@
-"""Whole runs on the card log the losses of eager code, with graphs and compiled: scripts without `test_modes_agree`."""
+"""Whole runs on the card log the losses of eager code, with graphs and compiled."""
 
 from unittest.mock import patch
 
 import conftest
 import pytest
-from conftest import MODES, TURBO, TURBO_ON_DEVICE
+from conftest import MODES, TURBO
 from test_training_on_cuda import SIZES, batched, no_export
 
-SCRIPTS = TURBO | TURBO_ON_DEVICE
 MORE = {"sac_atari": {"batch_size": 8}, "fast_td3": {"total_timesteps": 200}}
 
 
 def losses_of(name, mode, folder):
     """All losses that a run logs, with their steps."""
-    script, losses = SCRIPTS[name], []
+    script, losses = TURBO[name], []
     args = script.Args(**SIZES[name] | MORE.get(name, {}) | MODES[mode], run_dir=str(folder / mode))
     with no_export(), batched(script), patch.object(script, "LOG_INTERVAL", 3, create=True):
         conftest.train(script, args, on_log=lambda learner, values, step: losses.append((step, values)))
@@ -21,7 +20,7 @@ def losses_of(name, mode, folder):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["sac_atari", "dqn_atari", "fast_td3", "ppo_gpu", "ppo_lstm"])
+@pytest.mark.parametrize("name", TURBO)
 @pytest.mark.parametrize("mode", ["cudagraphs", "compile+cudagraphs"])
 def test_runs_agree(name, mode, tmp_path):
     """Up to a hundredth: differences in rounding grow over the updates of a run."""

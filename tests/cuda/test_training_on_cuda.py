@@ -6,40 +6,12 @@ from unittest.mock import patch
 import conftest
 import pytest
 import torch
-from conftest import ATARI, SMALL_FAST_TD3, TURBO, algorithm, assert_same_state, learner_class, leaves
+from conftest import ATARI, ENTRIES, TURBO, algorithm, assert_same_state, learner_class, leaves
 from emulated_cuda import emulated_cuda
 
-REPLAY = {"env_id": "Pendulum-v1", "batch_size": 16, "buffer_size": 40, "learning_starts": 30, "total_timesteps": 60}
-EPSILON = {"exploration_fraction": 0.3, "learning_rate": 1e-2}  # soon greedy, and soon not always of the same action
 STATE = ("global_step", "episodes", "returns", "learner")  # of a checkpoint
-SIZES = {
-    "sac": REPLAY,
-    "td3": REPLAY,
-    "dqn": REPLAY | EPSILON | {"env_id": "CartPole-v1", "train_frequency": 5, "total_timesteps": 300},
-    "ppo": {"env_id": "Pendulum-v1", "num_steps": 16, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
-    "ppo_atari": {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
-    "ppo_lstm": {"num_envs": 4, "num_steps": 6, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96},
-}
-SIZES["ppo_gpu"] = SIZES["ppo_lstm"] | {"env_id": "tests.torch_pendulum:Short-v0"}
-SIZES["pqn"] = SIZES["ppo_lstm"] | EPSILON | {"env_id": "CartPole-v1", "total_timesteps": 168}
-SIZES["pqn_atari"] = SIZES["ppo_atari"] | EPSILON | {"learning_rate": 1e-4}
-SMALL_ATARI = REPLAY | {"env_id": "Breakout-v5", "num_envs": 2, "batch_size": 4, "target_network_frequency": 30}
-SIZES["sac_atari"] = SMALL_ATARI
-SIZES["dqn_atari"] = SMALL_ATARI | EPSILON | {"learning_rate": 1e-4}
-SIZES["fast_td3"] = SMALL_FAST_TD3 | {"total_timesteps": 120, "buffer_size": 12, "batch_size": 8}
-TF32 = {"matmul_precision": "high"}  # images then are channels last
-OTHERS = {  # other settings take other ways through the code
-    "sac": {"num_envs": 3, "autotune": False, "policy_frequency": 1, "target_network_frequency": 2},
-    "td3": {"num_envs": 3, "updates_per_step": 2, "policy_frequency": 3},
-    "dqn": {"num_envs": 3, "train_frequency": 2, "target_network_frequency": 50, "tau": 0.5},
-    "ppo": {"num_envs": 2, "target_kl": 0.05, "ent_coef": 0.01, "clip_vloss": False},
-    "ppo_atari": {"num_envs": 3, "target_kl": 1e-4, "norm_adv": False, "clip_vloss": False} | TF32,
-    "dqn_atari": {"num_envs": 3, "train_frequency": 1, "tau": 0.5} | TF32,
-    "sac_atari": {"num_envs": 3, "update_frequency": 3, "autotune": False, "tau": 0.5},
-    "ppo_lstm": {"env_id": "Unequal-v0", "cell": "gru", "target_kl": 1e-4},
-    "pqn": {"num_envs": 3, "num_steps": 7, "num_minibatches": 3, "update_epochs": 3, "q_lambda": 0.0},
-    "pqn_atari": {"num_envs": 3, "anneal_lr": False, "max_grad_norm": 0.5} | TF32,
-}
+SIZES = {name: entry.emulated for name, entry in ENTRIES.items()}
+OTHERS = {name: entry.others for name, entry in ENTRIES.items()}
 SETTINGS = [(name, 1, {}) for name in TURBO] + [(name, 3, OTHERS[name]) for name in TURBO]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ALGORITHMS,
+    ENTRIES,
     assert_learners_agree,
     assert_same_state,
     copy_networks,
@@ -34,7 +34,7 @@ HUNK = re.compile(r"^@@ ([\w ]+), (plain and turbo|plain|turbo) @@\n(.*?)(?=^@@|
 SECTIONS = {s.split("\n", 1)[0].lower(): s for s in PAGE.split("\n## ")[1:] if "```diff" in s}
 QUICK = ("auxiliary head",)
 EXECUTED = ("layernorm", "five critics", "adamw", "auxiliary head", "discrete actions", "a custom recurrent cell")
-SCRIPTS = ALGORITHMS | {"ppo with memory": "ppo_lstm"}
+SCRIPTS = {entry.title.lower(): entry.script for entry in ENTRIES.values()}
 
 
 class SmallImage(conftest.PushAnything):

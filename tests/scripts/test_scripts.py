@@ -9,6 +9,8 @@ import conftest
 import copies
 import pytest
 
+from common.algorithms import ALGORITHMS
+
 SCRIPTS = sorted((copies.ROOT / "leanrl").glob("*.py"))
 THIRD_PARTY = {"envpool", "gymnasium", "matplotlib", "numpy", "tensordict", "torch", "tqdm", "tyro", "wandb"}
 CONTRACT = {"exp_name", "torch_deterministic", "cuda", "track", "wandb_project_name", "wandb_entity"}
@@ -16,7 +18,6 @@ CONTRACT |= {"capture_video", "env_id", "total_timesteps", "num_envs", "run_dir"
 CONTRACT |= {"threads", "matmul_precision"}
 TURBO_ONLY = {"compile", "cudagraphs", "compile_mode"}
 VIDEO = {"capture_video"}
-LEFT_OUT = {"ppo_gpu_envs": VIDEO, "fast_td3": VIDEO}  # simulators on the GPU render in their own ways
 
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 
@@ -38,8 +39,8 @@ def test_both_kinds_of_run_differ_only_where_they_count_episodes():
     assert [line for line in lines if line not in counters] == on_device["__init__"].splitlines()
 
 
-ONE, TWO, TWIN = Path("one.py"), Path("two.py"), Path("one_torchcompile.py")
-ON_DEVICE = Path("fast_td3.py"), Path("ppo_gpu_envs_torchcompile.py")
+ONE, TWO, THREE, TWIN = (Path(f"{name}.py") for name in ("one", "two", "three", "one_torchcompile"))
+ON_DEVICE = "def make_device_envs():\n    pass\n"
 SINGLE, SEVERAL = Path("ppo_atari_envpool.py"), Path("ppo_atari_multigpu_torchcompile.py")
 FUNCTION = "def f():\n    # why\n    return 1\n"
 OTHER = "def f():\n    return 2\n"
@@ -70,11 +71,12 @@ def test_networks_are_shared_by_the_scripts_of_an_algorithm_alone(base):
 
 
 def test_scripts_with_environments_on_the_device_share_a_run_of_their_own():
-    run, other = (f"class Run:\n    a = {number}\n" for number in (1, 2))
-    assert copies.drifted(dict.fromkeys(ON_DEVICE, run) | {ONE: other}) == []
-    assert copies.drifted(dict(zip(ON_DEVICE, (run, other), strict=True))) == ["Run"]
-    assert copies.carry(ONE, other, ON_DEVICE[0], run) == run
-    assert copies.carry(ON_DEVICE[1], other, ON_DEVICE[0], run) == other
+    usual, run, other = (f"class Run:\n    a = {number}\n" for number in (1, 2, 3))
+    run, other = run + ON_DEVICE, other + ON_DEVICE
+    assert copies.drifted({ONE: usual, TWO: run, THREE: run}) == []
+    assert copies.drifted({TWO: run, THREE: other}) == ["Run"]
+    assert copies.carry(ONE, usual, TWO, run) == run
+    assert copies.carry(THREE, other, TWO, run) == other
 
 
 @each_script
@@ -93,15 +95,14 @@ def test_a_script_needs_nothing_else_of_this_repository(script):
 def test_the_algorithm_comes_first(script):
     """Flags, networks, learner, loop; then, under a banner, the run."""
     source = script.read_text()
-    population = "Population" if "population" in script.stem else ""
-    learner = "FastTD3" if "fast" in script.stem else script.stem.split("_")[0].upper() + population
+    (learner,) = (node.name for node, *_ in copies.definitions(source).values() if copies.is_learner(node))
     marks = ["class Args:", f"class {learner}:", "def train(", "# The run: ", "class Run:"]
     places = [source.index(f"\n{mark}") for mark in marks]
     assert places == sorted(places)
     assert re.search(r"# (critic|clipped policy|TD) loss", source[: places[2]]), "the loss has no landmark"
 
 
-@pytest.mark.parametrize("name", [*conftest.ALGORITHMS.values(), *conftest.ON_DEVICE.values()])
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_loop_is_in_the_run_that_tools_replace(name):
     """`launch` stops a run early by another `Run` in the script."""
     for script in (name, f"{name}_torchcompile"):
@@ -120,7 +121,7 @@ def test_flags(script):
     names = {flag.target.id for flag in args.body}
     turbo = script.stem.endswith("_torchcompile")
     seed = {"seeds" if "population" in script.stem else "seed"}
-    left_out = LEFT_OUT.get(copies.twins(script), set())
+    left_out = VIDEO if "\ndef make_device_envs" in source else set()  # simulators on the GPU render in their own ways
     assert names >= CONTRACT - left_out | seed | (TURBO_ONLY if turbo else set())
     assert turbo or not names & TURBO_ONLY
     for name in names:

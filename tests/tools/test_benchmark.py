@@ -18,10 +18,10 @@ import torch
 import tyro
 from conftest import WITH_PYTHON, Terminal, wait_for
 
-from benchmark.algorithms import ALGORITHMS
 from benchmark.speed import matrix, monitor, rounds
 from benchmark.studies import ablation, compile_modes, instrument_overhead, population, scaling, start, tips
 from common import ROOT
+from common.algorithms import MEASURED
 from common.folders import locked
 from common.scripts import load
 
@@ -465,7 +465,7 @@ def test_dry_run_prints_the_commands(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings = {"flags": "--gamma 0", "out": Path("elsewhere")}
     out, _ = commands(capsys, algos=("sac_atari",), modes=("plain", "compile+cudagraphs"), seeds=(21, 31), **settings)
-    steps = ALGORITHMS["sac_atari"].steps
+    steps = MEASURED["sac_atari"].speed.steps
     folder = "runs/matrix/speed/sac_atari/BeamRider-v5"
     common = f"--env-id=BeamRider-v5 --total-timesteps={steps} --seed={{0}} --run-dir={folder}/"
     own = "/{0} --learning-starts 1000 --buffer-size 100000 --gamma 0"
@@ -481,7 +481,7 @@ def test_dry_run_prints_the_commands(capsys, monkeypatch):
     monkeypatch.setattr(matrix, "entry_points", lambda group: ["cuda"])
     monkeypatch.setattr(matrix.checkouts, "python", lambda peer: Path("python"))
     out, _ = commands(capsys)
-    peers = [len(algorithm.peers) for algorithm in ALGORITHMS.values()]
+    peers = [len(algorithm.peers) for algorithm in MEASURED.values()]
     assert peers == [4, 4, 4, 1, 4, 4, 2, 1, 1, 0] and len(out.splitlines()) == (10 * 5 + sum(peers)) * 3
     out, _ = commands(capsys, quick=True)
     assert len(out.splitlines()) == 10 * 5
@@ -714,7 +714,7 @@ def test_modes_table():
     ]
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("algo", MEASURED)
 def test_scripts_understand_the_flags_of_the_modes(algo):
     script = load(f"{algo}_torchcompile")
     for flags in compile_modes.MODES.values():

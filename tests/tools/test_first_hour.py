@@ -10,9 +10,9 @@ import tyro
 from conftest import WITH_PYTHON, wait_for
 
 from benchmark import first_hour
-from benchmark.algorithms import ALGORITHMS
 from benchmark.speed import matrix
 from common import ROOT, scripts
+from common.algorithms import ALGORITHMS
 
 STEPS = {"first": "-c pass", "second": '-c "raise SystemExit(3)"', "third": "-c print(33)"}
 

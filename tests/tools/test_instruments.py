@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ALGORITHMS,
     ATARI,
     PLAIN,
     TURBO,
@@ -96,7 +95,7 @@ def state(folder):
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_watched_run_learns_the_same(name, kind, copy, tmp_path, always):
     instruments = [GradientWatch(), RandomBaseline(1), Profile()]
     instruments += [FrameDump(10)] if name in ATARI else [VideoOnDemand()]
@@ -109,7 +108,7 @@ def test_a_watched_run_learns_the_same(name, kind, copy, tmp_path, always):
 ONE_STEP = {"num_steps": 4, "num_minibatches": 1, "update_epochs": 1, "total_timesteps": 160}  # in each update of PQN
 
 
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if not name.startswith("ppo")])
+@pytest.mark.parametrize("name", [name for name in PLAIN if not name.startswith("ppo")])
 def test_each_layer_is_there_with_its_last_change(name, copy, tmp_path, always):
     """What a step has changed is by what weights have moved since the last log. An update of PPO is many steps."""
     seen = {}

@@ -14,14 +14,15 @@ from gymnasium.spaces import Box, Discrete
 
 from benchmark.studies import launches
 from common import ROOT
+from common.algorithms import ALGORITHMS
 
 DATA = json.loads(launches.DATA.read_text())
-SLOW = [(algo, "eager") for algo in launches.RUNS if algo not in ("td3_continuous_action", "dqn")]  # the same as graphs
+SLOW = [(algo, "eager") for algo in ALGORITHMS if algo not in ("td3_continuous_action", "dqn")]  # the same as graphs
 BATCHED = ("sac_continuous_action", "td3_continuous_action")  # eager critics run one after the other
 IN_CI = ("sac_continuous_action", "td3_continuous_action", "dqn")  # graphs of the others have up to 100,000 nodes
 COUNTED = [
     pytest.param(algo, mode, marks=[] if algo in IN_CI else [pytest.mark.finding])
-    for algo in launches.RUNS
+    for algo in ALGORITHMS
     for mode in launches.modes_of(algo)
     if (algo, mode) not in SLOW
 ]
@@ -33,11 +34,11 @@ def test_counts_are_those_in_the_file(algo, mode):
         pytest.skip(f"counted with torch {DATA['torch']}")
     if "compile" in mode:
         pytest.importorskip("triton")
-    counts = launches.count(algo, mode, *launches.RUNS[algo])
+    counts = launches.count(algo, mode, *ALGORITHMS[algo].counted)
     assert counts == DATA["scripts"][algo][mode], "if this is meant: python -m benchmark.studies.launches --write"
 
 
-@pytest.mark.parametrize("algo", [algo for algo in launches.RUNS if algo not in launches.ON_DEVICE])
+@pytest.mark.parametrize("algo", [algo for algo, entry in ALGORITHMS.items() if not entry.on_device])
 def test_graphs_hold_all_operators_and_change_no_copy_and_no_wait(algo):
     eager, captured = (DATA["scripts"][algo][mode] for mode in ("eager", "cudagraphs"))
     for part, counts in captured.items():

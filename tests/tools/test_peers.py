@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from benchmark.algorithms import ALGORITHMS
 from benchmark.speed import checkouts, rounds
 from common import ROOT, scripts
+from common.algorithms import ALGORITHMS
 from common.curves import learning_curve
 
 PROGRAM = (sys.executable, "-m", "benchmark.speed.peers")

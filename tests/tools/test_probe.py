@@ -3,14 +3,16 @@
 from pathlib import Path
 
 import pytest
-from conftest import ALGORITHMS, load_copy
+from conftest import load_copy
 from test_edits import edited
 
+from common.algorithms import ALGORITHMS
 from instruments import __main__ as command
 from instruments import probe
 
 LEANRL = Path(__file__).resolve().parents[2] / "leanrl"
-PLAIN = {name: ALGORITHMS[name] for name in ("sac", "td3", "ppo", "dqn", "pqn")} | {"ppo with memory": "ppo_lstm"}
+LEFT_OUT = {entry.script for entry in ALGORITHMS.values() if entry.atari or entry.on_device}
+PLAIN = {entry.title.lower(): script for script, entry in ALGORITHMS.items() if script not in LEFT_OUT}
 TURBO = {name: f"{script}_torchcompile" for name, script in PLAIN.items()}
 ALL = {one.name for one in probe.PROBES}
 VALUES = ALL - {"action", "both"}
