@@ -288,15 +288,6 @@ def test_results_that_are_all_of_today(results, monkeypatch):
     assert ended.value.code == 0
 
 
-def test_an_edition_is_a_scripts_code():
-    text = (ROOT / "leanrl" / "dqn.py").read_text()
-    edition = editions.fingerprint(text)
-    assert edition == editions.fingerprint(text + "\n# a comment\n\n")
-    assert edition == editions.fingerprint(text.replace("import json\n", "import json  # a comment\n\n"))
-    assert edition == editions.fingerprint(text.replace("The learner:", "It learns:"))
-    assert edition != editions.fingerprint(text.replace("2.5e-4", "2.6e-4"))
-
-
 def add_learning(add, algo="dqn", seeds=tuple(PLAIN), **modes):
     """Runs of 2000 steps and 10 minutes times the mode's pace; the first seed is twice as fast."""
     for mode, pace in (modes or {"plain": 4, "compile": 2}).items():
