@@ -86,6 +86,12 @@ def test_a_moved_function_is_no_change():
     assert moved != TURBO and editions.fingerprint(moved) == editions.fingerprint(TURBO)
 
 
+def test_a_default_may_be_a_name():
+    text = changed(TURBO, ("gamma: float = 0.99", "gamma: float = GAMMA"))
+    text = changed(text, ("LOG_INTERVAL = 100", "GAMMA = 0.99\nLOG_INTERVAL = 100"))
+    assert editions.fingerprint(changed(text, ("GAMMA = 0.99", "GAMMA = 0.9"))) != editions.fingerprint(text)
+
+
 def test_what_one_device_executes():
     """A result on a CPU is as good after a change that only CUDA devices see, and the other way round."""
     atari = (ROOT / "leanrl" / "ppo_atari_envpool_torchcompile.py").read_text()
