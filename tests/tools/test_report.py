@@ -155,7 +155,7 @@ def test_readme_has_a_row_for_each_algorithm_of_cleanrl(results):
         "| PQN, CartPole-v1 | - | - | - | - | - | - |",
         "| PQN, Breakout-v5 | - | - | - | - | - | - |",
         "",
-        "† Measured before the script's algorithm last changed. ‡ On a NVIDIA H200 (driver 580.1), 16-core AMD EPYC, 24 GiB.",
+        f"† {tables.BEFORE} ‡ On a NVIDIA H200 (driver 580.1), 16-core AMD EPYC, 24 GiB.",
     ]
 
 
