@@ -3,7 +3,10 @@
 import ast
 import functools
 import hashlib
+import re
 from datetime import date
+
+import torch
 
 from common import ROOT
 from common.algorithms import ALGORITHMS
@@ -12,12 +15,89 @@ from common.tables import Table
 
 FOLDERS = ("leanrl", "benchmark/studies")
 EARLIER = "earlier edition"
+BANNER = re.compile(r"^# -+\n# (.+)\n# -+\n", re.MULTILINE)  # the title of a section of a script
 
 
 @functools.cache
-def fingerprint(text):
-    """12 hexadecimal digits that identify a Python program, ignoring comments and docstrings."""
-    return hashlib.sha256(repr(code(ast.parse(text))).encode()).hexdigest()[:12]
+def fingerprint(text, device="cpu"):
+    """12 hexadecimal digits that identify what can change the speed or the learning of a program on `device`."""
+    parts = sorted(map(repr, code(counted(text, device))))
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:12]
+
+
+def counted(text, device):
+    """The parts of a program that can change its speed or learning on `device`; all parts of a program without a run.
+
+    A script's parts are the defaults of its flags, what `train` reaches outside of the run, and torch's settings. Of
+    the run, `advance` and `log` count, with what they reach in it.
+    """
+    start, *sections = BANNER.split(text)
+    titled = list(zip(sections[::2], sections[1::2], strict=True))
+    algorithm = parse(start + "".join(body for title, body in titled if not title.startswith("The run")), device)
+    run = parse("".join(body for title, body in titled if title.startswith("The run")), device)
+    flags = members([part for part in algorithm if defined(part) == {"Args"}])
+    constants = reached(used(flags), algorithm)
+    learner = reached({"train"}, algorithm)
+    logs = reached({"advance", "log"}, members(run))
+    if not (flags and learner and logs):
+        return parse(text, device)
+    settings = [node for part in algorithm + run for node in ast.walk(part) if is_setting(node)]
+    return flags + constants + learner + logs + settings
+
+
+def parse(text, device):
+    """The statements of a program on `device`, without types."""
+    tree = OnDevice(device).visit(ast.parse(text))
+    for node in ast.walk(tree):
+        if hasattr(node, "annotation"):
+            node.annotation = None
+    return tree.body
+
+
+class OnDevice(ast.NodeTransformer):
+    """Replaces a choice by type of device, such as `if self.device.type == "cuda":`, by what runs on one device."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def visit_If(self, node):
+        self.generic_visit(node)
+        test = re.fullmatch(r"(\w+\.)*device\.type == '(\w+)'", ast.unparse(node.test))
+        if test is None:
+            return node
+        return node.body if test[2] == self.device else node.orelse
+
+    visit_IfExp = visit_If
+
+
+def members(parts):
+    """Statements in classes, and the other `parts`."""
+    return [member for part in parts for member in (part.body if isinstance(part, ast.ClassDef) else [part])]
+
+
+def reached(names, parts):
+    """The `parts` that define one of `names`, and those that they reach by name."""
+    found = [part for part in parts if defined(part) & names]
+    more = names | used(found)
+    return found if more == names else reached(more, parts)
+
+
+def defined(part):
+    """The names that a statement defines."""
+    if hasattr(part, "name"):
+        return {part.name}
+    return {node.id for node in ast.walk(part) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def used(parts):
+    """Names and attributes in `parts`."""
+    nodes = [node for part in parts for node in ast.walk(part)]
+    return {getattr(node, "id", None) or getattr(node, "attr", None) for node in nodes}
+
+
+def is_setting(node):
+    """Whether a statement configures torch or an environment variable."""
+    return isinstance(node, (ast.Assign, ast.Expr)) and ast.unparse(node).startswith(("torch.", "os.environ"))
 
 
 def code(node):
@@ -37,7 +117,9 @@ def is_text(node):
 
 def today(*paths):
     """The date and the editions of the scripts at `paths`, to be stored with a result."""
-    return {"date": date.today().isoformat(), "editions": {path.stem: fingerprint(path.read_text()) for path in paths}}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = {path.stem: fingerprint(path.read_text(), device) for path in paths}
+    return {"date": date.today().isoformat(), "editions": found}
 
 
 def script(name):
@@ -55,7 +137,7 @@ def changed(result):
 
 def is_current(name, edition):
     path = script(name)
-    return path is not None and fingerprint(path.read_text()) == edition
+    return path is not None and any(fingerprint(path.read_text(), device) == edition for device in ("cpu", "cuda"))
 
 
 def is_earlier(results):

@@ -19,7 +19,7 @@ SPEED = ("", "mode", "steps/s", "ratio to plain", "warm-up, s", "pays off after,
 LEARNING = ("", "mode", "return", "of each seed", "steps", "minutes", "CleanRL's table")
 MACHINES = ("machine", "driver", "packages", "peers")
 NOT_MEASURED = "not measured"
-BEFORE = "Measured before the script last changed."
+BEFORE = "Measured before the script's algorithm last changed."
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Speed
@@ -107,7 +107,7 @@ def caption(results):
         rows = "all rows" if len(quick) == len(kinds) else "; ".join(quick)
         text += f" Measured with fewer steps (--quick): {rows}."
     if editions.is_earlier(results):
-        text += f" {editions.EARLIER.capitalize()}: measured before the script last changed."
+        text += f" {editions.EARLIER.capitalize()}: measured before the script's algorithm last changed."
     return text
 
 
