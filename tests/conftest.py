@@ -250,7 +250,13 @@ def script_params(scripts=ALL, left_out=AGENTS):
     return params
 
 
-on_gymnasium = pytest.mark.parametrize("script", script_params(left_out=AGENTS | GAMES))
+on_gymnasium = pytest.mark.parametrize("script", script_params(left_out=AGENTS | GAMES | SIMULATORS))
+on_vectors = pytest.mark.parametrize("script", script_params(left_out=AGENTS | GAMES))
+
+
+def countdown(script, name):
+    """The environment of that name with the actions that the script takes."""
+    return f"{'Discrete' * (tiny(script)['env_id'] == 'CartPole-v1')}{name}-v0"
 
 
 @pytest.fixture(params=[PLAIN["sac"], TURBO["dqn"]], ids=stem)

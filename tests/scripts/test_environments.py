@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    PLAIN,
-    TURBO,
+    AGENTS,
+    ENTRIES,
     Countdown,
     DiscreteCountdown,
     algorithm,
     assert_same_state,
-    on_gymnasium,
+    countdown,
+    on_vectors,
     script_params,
     stem,
     tiny,
@@ -111,29 +112,24 @@ for name, wrapper in WRAPPERS.items():
         )
 
 
-def env_id(script, name):
-    """The environment of that name with the actions that the script takes."""
-    return f"{'Discrete' * (algorithm(script) in ('dqn', 'ppo_lstm', 'pqn'))}{name}-v0"
-
-
 def learned(script, folder, name):
     """What a run of 250 steps in that environment leaves."""
-    path = run_tiny(script, folder, env_id=env_id(script, name), total_timesteps=250) / "checkpoint.pt"
+    path = run_tiny(script, folder, env_id=countdown(script, name), total_timesteps=250) / "checkpoint.pt"
     return torch.load(path, weights_only=True)["learner"]
 
 
-@on_gymnasium
+@on_vectors
 def test_arrays_that_change_in_place(script, tmp_path):
     """A run is that of an environment with new arrays, bit for bit: what was stored stays, and infos are not read."""
     assert_same_state(learned(script, tmp_path, "InPlace"), learned(script, tmp_path, "Truncates"))
 
 
-@on_gymnasium
+@on_vectors
 def test_observations_of_another_shape(script, tmp_path):
     """They are an error, or all numbers are taken as they are, but none is repeated."""
     for name in ("OneNumber", "NoDimension"):
         with pytest.raises(ValueError):
-            run_tiny(script, tmp_path / name, env_id=env_id(script, name))
+            run_tiny(script, tmp_path / name, env_id=countdown(script, name))
     with suppress(ValueError):
         assert_same_state(learned(script, tmp_path, "OneRow"), learned(script, tmp_path, "Truncates"))
 
@@ -144,18 +140,18 @@ gym.register("WholeNumbers-v0", entry_point=Countdown, kwargs={"low": [-2], "hig
 
 
 @pytest.mark.parametrize("name", ["LargestNumbers-v0", "WholeNumbers-v0"])
-@on_gymnasium
+@on_vectors
 def test_actions_that_are_refused(script, name, tmp_path, capsys):
     if algorithm(script) not in ("dqn", "pqn"):
         args = script.Args(**tiny(script) | {"env_id": name}, run_dir=str(tmp_path))
         assert refused(capsys, lambda: script.train(args)).startswith(f"error: --env-id {name}: actions must be ")
 
 
-@on_gymnasium
+@on_vectors
 def test_an_environment_that_exits(script, tmp_path):
     """Everything up to there is saved, one line says it, and the exit code is 1."""
     with pytest.raises(SystemExit) as ended:
-        run_tiny(script, tmp_path, env_id=env_id(script, "Exits"))
+        run_tiny(script, tmp_path, env_id=countdown(script, "Exits"))
     (folder,) = tmp_path.iterdir()
     step = summary(folder)["global_step"]
     assert ended.value.code == f"error: step {step}: the environment ended the program with sys.exit(None)"
@@ -166,7 +162,7 @@ def test_an_environment_that_exits(script, tmp_path):
 def test_an_environment_that_changes_the_folder(either, tmp_path, monkeypatch):
     """All files are where the run began."""
     monkeypatch.chdir(tmp_path)
-    sizes = {"env_id": env_id(either, "ChangesFolder"), "total_timesteps": 200, "run_dir": "runs"}
+    sizes = {"env_id": countdown(either, "ChangesFolder"), "total_timesteps": 200, "run_dir": "runs"}
     train(either, either.Args(**tiny(either) | sizes))
     assert Path.cwd() == Path("/")
     (folder,) = (tmp_path / "runs").iterdir()
@@ -175,7 +171,7 @@ def test_an_environment_that_changes_the_folder(either, tmp_path, monkeypatch):
 
 
 def test_an_environment_that_does_not_close(either, tmp_path):
-    assert summary(run_tiny(either, tmp_path, env_id=env_id(either, "DoesNotClose")))["global_step"] == 200
+    assert summary(run_tiny(either, tmp_path, env_id=countdown(either, "DoesNotClose")))["global_step"] == 200
 
 
 def test_an_environments_process_ends_at_sigterm(either, tmp_path):
@@ -186,7 +182,7 @@ def test_an_environments_process_ends_at_sigterm(either, tmp_path):
         seen.append(step)
         signal.raise_signal(signal.SIGTERM)
 
-    sizes = {"env_id": env_id(either, "HasAWorker"), "total_timesteps": 1000, "run_dir": str(tmp_path)}
+    sizes = {"env_id": countdown(either, "HasAWorker"), "total_timesteps": 1000, "run_dir": str(tmp_path)}
     with pytest.raises(SystemExit) as ended:
         train(either, either.Args(**tiny(either) | sizes), on_log=interrupt)
     assert ended.value.code == 128 + signal.SIGTERM and len(seen) == 1
@@ -195,8 +191,8 @@ def test_an_environments_process_ends_at_sigterm(either, tmp_path):
 
 def test_a_colon_is_no_part_of_a_folders_name(either, tmp_path):
     """Windows has drives before it."""
-    folder = run_tiny(either, tmp_path, env_id=f"test_environments:{env_id(either, 'Truncates')}")
-    assert folder.name.startswith(f"test_environments_{env_id(either, 'Truncates')}__")
+    folder = run_tiny(either, tmp_path, env_id=f"test_environments:{countdown(either, 'Truncates')}")
+    assert folder.name.startswith(f"test_environments_{countdown(either, 'Truncates')}__")
 
 
 class Clock(Countdown):
@@ -218,9 +214,10 @@ class Clock(Countdown):
 gym.register("Clock-v0", entry_point=Clock)
 
 
-@pytest.mark.parametrize(
-    "script", script_params([s["ppo"] for s in (PLAIN, TURBO)] + [s["ppo_lstm"] for s in (PLAIN, TURBO)])
-)
+FLOAT32 = {name: "its data are in float32" for name in ENTRIES if name not in ("ppo", "ppo_lstm")}
+
+
+@pytest.mark.parametrize("script", script_params(left_out=AGENTS | FLOAT32))
 def test_observations_in_double_precision(script, tmp_path):
     """The policy takes what the environment gives, and tells apart what float32 cannot."""
     folder = run_tiny(script, tmp_path, env_id="Clock-v0", total_timesteps=400)
