@@ -1,13 +1,20 @@
 """The DQN scripts: plain against turbo, replay, exploration, episode ends, graphs, resuming, learning."""
 
-import json
 from functools import partial
 
 import conftest
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from checks import (
+    OTHER_MODES,
+    check_cartpole,
+    check_exploration,
+    check_restored,
+    no_waits,
+    plain_and_turbo,
+    repeated,
+)
 from conftest import (
     MODES,
     DiscreteCountdown,
@@ -15,26 +22,18 @@ from conftest import (
     assert_close_in_norm,
     assert_learners_agree,
     assert_same_state,
-    clones,
     copy_networks,
     fill_replay,
     learnt,
     leaves,
     make_learner,
-    networks,
     replay_in_order,
     saved,
-    scalars,
-    train,
 )
 from torch import nn
 
 PLAIN, TURBO = conftest.PLAIN["dqn"], conftest.TURBO["dqn"]
-
-
-@pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
-def script(request):
-    return request.param
+script = plain_and_turbo("dqn")
 
 
 def transitions(generator, num_envs=1, obs_dim=4, num_actions=2):
@@ -337,10 +336,7 @@ def test_each_environment_explores_by_itself(script, epsilon):
     learner = make_learner(script, env_id="FourActions-v0", num_envs=10)
     learner.greedy = lambda obs: np.full(len(obs), 3)
     actions = np.stack([learner.act(np.zeros((10, 2)), epsilon) for _ in range(1000)])
-    assert np.bincount(actions.flatten(), minlength=4) / actions.size == pytest.approx(
-        [epsilon / 4] * 3 + [1 - epsilon * 3 / 4], abs=0.02
-    )
-    assert ((actions != actions[:, :1]).any(1).mean() > 0.5) == (epsilon > 0)
+    check_exploration(actions, epsilon)
 
 
 def test_actions_are_the_environments_to_keep(script):
@@ -385,32 +381,6 @@ def test_the_target_network_follows_at_its_own_frequency(script, num_envs, train
         assert call == ["update"] * updates + ["target"] * target, i
 
 
-def test_the_target_network_moves_by_tau(script):
-    for tau in (0.25, 1.0):
-        learner = make_learner(script, tau=tau)
-        fill(learner, 32)
-        start = clones(networks(learner)["target_q"])
-        learner.update()
-        assert all(torch.equal(tensor, start[name]) for name, tensor in leaves(networks(learner)["target_q"]))
-        learner.update_target()
-        moved = dict(leaves(networks(learner)["target_q"]))
-        for name, weights in leaves(networks(learner)["q"]):
-            assert not torch.equal(weights, start[name])
-            torch.testing.assert_close(moved[name], start[name] + tau * (weights - start[name]))
-    assert_same_state(networks(learner)["target_q"], networks(learner)["q"])
-
-
-@pytest.mark.parametrize(("end", "value"), [("Truncates", 10.0), ("Terminates", 2.5)])
-def test_values_bootstrap_through_truncation_but_not_termination(script, end, value, tmp_path):
-    """With gamma = 0.9 and rewards of 1, V = 1 + gamma V, or V = 1 + gamma V 2/3 if every third step is the last."""
-    values = []
-    kwargs = {"gamma": 0.9, "learning_rate": 3e-3, "train_frequency": 1, "target_network_frequency": 5}
-    sizes = {"total_timesteps": 1000, "learning_starts": 100, "buffer_size": 1000, "batch_size": 64}
-    args = script.Args(env_id=f"BlindDiscrete{end}-v0", run_dir=str(tmp_path), **kwargs, **sizes)
-    train(script, args, on_log=lambda learner, losses, step: values.append(losses["q_values"]))
-    assert values[-1] == pytest.approx(value, rel=0.1)
-
-
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_a_restored_learner_continues_bit_by_bit(script, num_envs):
     def advance(learner, seed):
@@ -422,16 +392,7 @@ def test_a_restored_learner_continues_bit_by_bit(script, num_envs):
                 learner.update()
         return actions
 
-    learner = make_learner(script, num_envs=num_envs, buffer_size=15)
-    advance(learner, seed=0)
-    state = saved(learner)
-    wanted_actions = advance(learner, seed=1)
-
-    restored = make_learner(script, seed=2, num_envs=num_envs, buffer_size=15)
-    restored.load_state_dict(state)
-    assert_same_state(restored.state_dict(), state)
-    assert advance(restored, seed=1) == wanted_actions
-    assert_same_state(restored.state_dict(), learner.state_dict())
+    check_restored(partial(make_learner, script, num_envs=num_envs, buffer_size=15), advance)
 
 
 def test_a_checkpoint_in_mid_block_loses_no_transition():
@@ -456,40 +417,10 @@ def test_resuming_continues_the_run(script, tmp_path):
     assert checkpoint["learner"]["updates"] == 60 and int(checkpoint["learner"]["replay"]["stored"]) == 700
 
 
-def test_same_seed_same_numbers(script, tmp_path):
-    returns, sizes = [], {"total_timesteps": 600, "learning_starts": 100}
-    for run, seed in enumerate((3, 3, 4)):
-        script.train(script.Args(seed=seed, run_dir=str(tmp_path / str(run)), **sizes))
-        folder = next((tmp_path / str(run)).iterdir())
-        returns.append([scalars(folder, tag)[-1] for tag in ("losses/td_loss", "charts/episodic_return")])
-    assert returns[0] == returns[1] != returns[2]
-
-
 def test_cartpole_is_learned(script, tmp_path):
-    """A random policy balances for about 20 steps. A wrong sign in the loss stays there."""
     sizes = {"total_timesteps": 25_000, "learning_starts": 1000, "exploration_fraction": 0.3}
     rates = {"learning_rate": 1e-3, "train_frequency": 4, "target_network_frequency": 200}
-    script.train(script.Args(run_dir=str(tmp_path), **sizes, **rates))
-    (folder,) = tmp_path.iterdir()
-    returns = scalars(folder, "charts/episodic_return")
-    assert np.median(returns[:20]) < 40
-    assert np.mean(returns[-20:]) > 120
-    policy = torch.export.load(folder / "policy.pt2").module()
-    played = [play(policy, seed) for seed in range(5)]
-    assert np.mean(played) > 120
-
-
-def play(policy, seed):
-    """The return of an episode of CartPole."""
-    env = gym.make("CartPole-v1")
-    obs, _ = env.reset(seed=seed)
-    total, ended = 0.0, False
-    while not ended:
-        action = policy(torch.from_numpy(obs)[None]).item()
-        obs, reward, terminated, truncated, _ = env.step(action)
-        total += reward
-        ended = terminated or truncated
-    return total
+    check_cartpole(script, tmp_path, **sizes, **rates)
 
 
 def advance(learner, updates, seed=0):
@@ -507,7 +438,7 @@ CUDA = {"script": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
+@pytest.mark.parametrize("mode", OTHER_MODES)
 def test_modes_agree(mode):
     """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
     eager, other = learners = [make_learner(**CUDA, **kwargs) for kwargs in ({}, MODES[mode])]
@@ -547,25 +478,19 @@ class TestOnCuda:
     def test_replays_draw_fresh_rows(self, mode):
         learner = make_learner(**CUDA, **MODES[mode])
         advance(learner, 5)
-        saved, losses = clones(learner.tensors()), set()
-        for _ in range(20):
-            for name, tensor in leaves(learner.tensors()):
-                tensor.copy_(saved[name])
+
+        def update():
             learner.update()
-            losses.add(learner.losses()["td_loss"])
-        assert len(losses) == 20
+            return learner.losses()["td_loss"]
+
+        assert len(set(repeated(learner, update, 20))) == 20
 
     def test_the_host_waits_for_weights_alone(self, mode):
-        """In the steady loop only events synchronise, which the debug mode does not count."""
         learner = make_learner(**CUDA, **MODES[mode])
         advance(learner, 10)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             advance(learner, 10, seed=1)
             learner.update_target()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     def test_a_checkpoint_continues_in_captured_graphs(self, mode):
         """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
@@ -584,10 +509,3 @@ class TestOnCuda:
         actions = advance(learner, 5, seed=1)
         assert np.mean(actions == wanted_actions) > 0.9
         torch.testing.assert_close(weights(learner.q), wanted)
-
-    def test_training(self, mode, tmp_path):
-        sizes = {"total_timesteps": 500, "learning_starts": 100}
-        TURBO.train(TURBO.Args(run_dir=str(tmp_path), **sizes, **MODES[mode]))
-        summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
-        assert summary["cudagraphs"] == MODES[mode].get("cudagraphs", False)
-        assert summary["global_step"] == 500 and summary["device"] != "cpu"

@@ -361,18 +361,21 @@ def copied(learner):
 
 
 def check_target_networks(script):
-    """They move by tau of the difference toward the networks."""
-    learner, _ = make_off_policy(script, rate=1e-3, tau=0.25, rows=2)
-    before = copied(learner)
-    learner.update()
-    if hasattr(learner, "update_target"):
-        learner.update_target()
-    after = copied(learner)
-    targets = [path for path in before if path.startswith(".target_")]
-    assert targets
-    for path in targets:
-        online = path.replace(".target_", ".", 1)
-        torch.testing.assert_close(after[path], 0.75 * before[path] + 0.25 * after[online], rtol=1e-4, atol=1e-6)
+    """They move by tau of the difference toward the networks, and become them if tau is 1."""
+    for tau in (0.25, 1.0):
+        learner, _ = make_off_policy(script, rate=1e-3, tau=tau, rows=2)
+        before = copied(learner)
+        learner.update()
+        if hasattr(learner, "update_target"):
+            learner.update_target()
+        after = copied(learner)
+        targets = [path for path in before if path.startswith(".target_")]
+        assert targets
+        for path in targets:
+            online = after[path.replace(".target_", ".", 1)]
+            wanted = (1 - tau) * before[path] + tau * online
+            torch.testing.assert_close(after[path], wanted, rtol=1e-4, atol=1e-6)
+            assert tau < 1 or torch.equal(after[path], online)
 
 
 @pytest.mark.parametrize("script", OFF_POLICY, ids=stem)

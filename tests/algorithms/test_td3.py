@@ -1,38 +1,37 @@
-"""The TD3 learners: plain against turbo, exploration and smoothing, the delay, capture, learning, CUDA."""
+"""The TD3 learners: plain against turbo, exploration and smoothing, the delay, capture, CUDA."""
+
+from functools import partial
 
 import conftest
 import numpy as np
 import pytest
 import torch
+from checks import (
+    OTHER_MODES,
+    actions_for,
+    check_fresh_draws,
+    check_modes,
+    check_saturated,
+    check_turbo,
+    plain_and_turbo,
+)
 from conftest import (
     MODES,
     advance,
-    assert_close_in_norm,
-    assert_learners_agree,
     clones,
     copy_networks,
-    feed_same_batches,
     fill_replay,
-    learnt,
     leaves,
-    make_envs,
     make_learner,
     networks,
-    one_graph_each,
     replay_in_order,
-    scalars,
-    train,
     transitions,
 )
 
 PLAIN, TURBO = conftest.PLAIN["td3"], conftest.TURBO["td3"]
 UNEQUAL_LOW, UNEQUAL_HIGH = np.array([-1.0, -10.0, 0.0]), np.array([3.0, -8.0, 0.5])  # the bounds of Unequal-v0
 
-
-@pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
-def script(request):
-    return request.param
-
+script = plain_and_turbo("td3")
 
 OTHER = {"env_id": "Unequal-v0", "policy_frequency": 3, "policy_noise": 0.5, "noise_clip": 0.3, "tau": 0.1}
 
@@ -43,19 +42,7 @@ OTHER = {"env_id": "Unequal-v0", "policy_frequency": 3, "policy_noise": 0.5, "no
     ids=["default-eager", "default-compile", "unequal bounds, other hyper-parameters"],
 )
 def test_turbo_equals_plain(kwargs, mode):
-    """From the same weights and batches losses, gradients (Adam's first moments) and weights agree, for 50 updates."""
-    plain, turbo = make_learner(PLAIN, **kwargs), make_learner(TURBO, **kwargs, **MODES[mode])
-    copy_networks(plain, turbo)
-    feed_same_batches(plain, turbo, seed=0)
-    with one_graph_each({"eager": 0, "compile": 4}[mode]):  # critics, actor, target networks, acting
-        for update in range(50):
-            for learner in (plain, turbo):
-                torch.manual_seed(update)
-                learner.update()
-            if update in (0, 49):
-                assert_learners_agree(plain, turbo, tolerance=1e-5 if update == 0 else 1e-4)
-        for _ in range(3):
-            turbo.observe(**transitions(turbo, np.random.default_rng(0)))
+    check_turbo("td3", mode, **kwargs)
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
@@ -87,17 +74,6 @@ def fill_columns(learner):
     columns = learner.replay.columns
     generator = np.random.default_rng(0)
     learner.replay.store(**{name: generator.standard_normal((8, *c.shape[1:])) for name, c in columns.items()})
-
-
-def actions_for(learner, obs):
-    """Actions with exploration noise for each row of `obs`, (count, act_dim)."""
-    if not hasattr(learner, "observe"):
-        return learner.act(obs)
-    actions = []
-    for row in obs:
-        learner.observe(**transitions(learner, np.random.default_rng(0)) | {"act_on": row[None]})
-        actions.append(learner.next_actions()[0])
-    return np.stack(actions)
 
 
 def noisy_actions(learner, count):
@@ -161,13 +137,7 @@ def test_a_saturated_policy_stays_within_the_bounds(script, env_id, side):
     """Also where float32 cannot hold them, and where middle and half range add up to more than a bound."""
     learner = make_learner(script, env_id=env_id, exploration_noise=0.0)
     set_policy(learner, side * (1 - 1e-9))
-    (action,) = actions_for(learner, np.zeros((1, 2)))
-    policy, _ = learner.policy()
-    (exported,) = policy(torch.zeros(1, 2)).detach().numpy()
-    space = make_envs(script, learner.args).single_action_space
-    bound = space.low if side < 0 else space.high
-    assert space.contains(action) and np.allclose(action, bound, atol=1e-6)
-    assert np.allclose(exported, bound, atol=1e-6)
+    check_saturated(script, learner, side)
 
 
 def test_the_policy_is_the_actor_without_noise(script):
@@ -215,17 +185,6 @@ def test_actor_and_targets_wait(script):
         assert moved == {"critics"} | ({"actor", "target_actor", "target_critics"} if update % 3 == 0 else set())
 
 
-@pytest.mark.parametrize(("env_id", "value"), [("BlindTruncates-v0", 10.0), ("BlindTerminates-v0", 2.5)])
-def test_values_bootstrap_through_truncation_but_not_termination(script, env_id, value, tmp_path):
-    """With gamma = 0.9 and rewards of 1, V = 1 + gamma V, or V = 1 + gamma V 2/3 if every third step is the last."""
-    values = []
-    kwargs = {"gamma": 0.9, "tau": 0.2, "learning_rate": 3e-3, "batch_size": 64}
-    sizes = {"total_timesteps": 1000, "learning_starts": 100, "buffer_size": 1000}
-    args = script.Args(env_id=env_id, run_dir=str(tmp_path), **kwargs, **sizes)
-    train(script, args, on_log=lambda learner, losses, step: values.append(losses["q_values"]))
-    assert values[-1] == pytest.approx(value, rel=0.1)
-
-
 def test_a_resumed_learner_takes_the_learning_rate_it_is_given(script):
     """Optimizers are restored without their learning rates: what --learning-rate says counts."""
     state = make_learner(script).state_dict()
@@ -238,56 +197,23 @@ def test_a_resumed_learner_takes_the_learning_rate_it_is_given(script):
     assert rates == pytest.approx([1e-5, 1e-5])
 
 
-@pytest.mark.parametrize("script", [pytest.param(PLAIN, marks=pytest.mark.finding), TURBO], ids=["plain", "turbo"])
-def test_td3_swings_up_the_pendulum(script, tmp_path):
-    """A random policy scores about -1200, a swing-up about -130 and less when the pendulum starts near the top."""
-    kwargs = {"total_timesteps": 6000, "learning_starts": 1000, "learning_rate": 1e-3, "tau": 0.01, "batch_size": 128}
-    script.train(script.Args(env_id="Pendulum-v1", run_dir=str(tmp_path), **kwargs))
-    returns = scalars(next(tmp_path.iterdir()), "charts/episodic_return")
-    assert np.median(returns[:5]) < -700
-    assert np.median(returns[-9:]) > -300
-
-
 ON_CUDA = {"script": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
+@pytest.mark.parametrize("mode", OTHER_MODES)
 def test_modes_agree(mode):
-    """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
-    learners = [make_learner(**ON_CUDA, **kwargs) for kwargs in ({}, MODES[mode])]
-    for learner in learners:
-        replay_in_order(learner)
-        fill_replay(learner)
-    for update in range(1, 51):
-        for learner in learners:
-            torch.manual_seed(update)
-            learner.update()
-        if update in (1, 3, 6, 7, 50):
-            wanted, got = map(learnt, learners)
-            tolerance = 1e-5 if update == 1 else 1e-4 if update < 10 else 1e-3
-            assert_close_in_norm(got, wanted, tolerance, least=1e-7)
-            for name, steps in (("critics", update), ("actor", (update + 1) // 2)):
-                correction, _ = learner.optimizers[name].corrections
-                assert correction.item() == pytest.approx(1 - 0.9**steps)
+    check_modes(partial(make_learner, **ON_CUDA), mode, actor_updates=lambda updates: (updates + 1) // 2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fixed_rows", [False, True])
 def test_repeated_updates_draw_fresh_rows_and_noise(mode, fixed_rows):
-    """From the same state, past capture, an update has another loss each time, be it for its smoothing noise alone."""
+    """Losses change for the smoothing noise alone, too."""
     learner = make_learner(**ON_CUDA, **MODES[mode])
     if fixed_rows:
         fill_replay(learner)
         replay_in_order(learner)
     advance(learner, 30)
-    saved = clones(learner.tensors())
-    losses = set()
-    for _ in range(6):
-        for name, tensor in leaves(learner.tensors()):
-            tensor.detach().copy_(saved[name])
-        learner.updates = 30
-        learner.update()
-        losses.add((learner.losses()["qf_loss"], learner.losses()["actor_loss"]))
-    assert len({loss for loss, _ in losses}) == len({loss for _, loss in losses}) == 6
+    check_fresh_draws(learner)
