@@ -649,3 +649,11 @@ def advance(learner, steps, seed=0):
         learner.update()
         actions.append(learner.next_actions())
     return np.stack(actions)
+
+
+@pytest.fixture
+def double_precision():
+    """Learners that are made in a test compute in float64."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

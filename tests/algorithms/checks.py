@@ -14,16 +14,19 @@ from conftest import (
     assert_same_state,
     clones,
     copy_networks,
+    equal,
     feed_same_batches,
     fill_replay,
     learnt,
     leaves,
     make_envs,
     make_learner,
+    networks,
     one_graph_each,
     replay_in_order,
     saved,
     scalars,
+    train,
     transitions,
 )
 
@@ -55,7 +58,10 @@ def check_restored(make, advance):
     wanted = advance(learner, 1)
     restored = make(seed=2)
     restored.load_state_dict(state)
-    assert_same_state(restored.state_dict(), state)
+    got, kept = dict(leaves(restored.state_dict())), dict(leaves(state))
+    rates = {name for name in kept if name.endswith(".lr")}  # those that a learner is given count
+    assert got.keys() == kept.keys()
+    assert all(equal(got[name], kept[name]) for name in kept.keys() - rates)
     assert advance(restored, 1) == wanted
     assert_same_state(restored.state_dict(), learner.state_dict())
 
@@ -80,6 +86,22 @@ def repeated(learner, update, times):
             tensor.data.copy_(before[name])
         found.append(update())
     return found
+
+
+def check_continues(captured, other, advance, tolerance=1e-4):
+    """Loading fills the tensors that the graphs read: what was captured goes on from its checkpoint like another one.
+
+    The other one may be a new learner without graphs, or the same learner once more.
+    """
+    state = saved(captured)
+    before = clones(networks(captured))
+    results = []
+    for learner in (captured, other):
+        learner.load_state_dict(state)
+        advance(learner)
+        results.append(learnt(learner))
+    assert_close_in_norm(results[1], results[0], tolerance, least=1e-6)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in leaves(networks(captured)))
 
 
 # DQN and PQN
@@ -114,6 +136,50 @@ def check_cartpole(script, folder, **settings):
     assert np.mean(returns[-20:]) > 120
     policy = torch.export.load(run / "policy.pt2").module()
     assert np.mean([play(policy, seed) for seed in range(5)]) > 120
+
+
+# PPO and PQN
+
+
+def watch_minibatches(learner, look=lambda *rows: None):
+    """What `look(*rows)` returns before the update of each minibatch, in a list that grows as the learner updates."""
+    seen, update_minibatch = [], learner.update_minibatch
+
+    def watched(*rows):
+        seen.append(look(*rows))
+        return update_minibatch(*rows)
+
+    learner.update_minibatch = watched
+    return seen
+
+
+def check_minibatches(drawn, count):
+    """In each of three epochs, four minibatches of the same size have all of `count` rows, in another order."""
+    epochs = [torch.cat(drawn[i : i + 4]) for i in (0, 4, 8)]
+    assert {len(minibatch) for minibatch in drawn} == {count // 4}
+    assert all(torch.equal(epoch.sort(0).values, epochs[0].sort(0).values) for epoch in epochs)
+    assert len(epochs[0].unique()) == count and not torch.equal(epochs[0], epochs[1])
+
+
+def columns_of(learner, *names):
+    """Columns of the stored rollout, NumPy, each (num_steps, num_envs, ...)."""
+    columns = learner.rollout if isinstance(learner.rollout, dict) else vars(learner)
+    return [np.asarray(columns[name]).copy() for name in names]
+
+
+def check_steps(script, env_id, terminal, folder, **kwargs):
+    """Stored steps of Countdown have the true last observation; `terminal` is whether the last ones are terminated."""
+    seen = []
+    sizes = {"num_envs": 2, "total_timesteps": 200, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1}
+    args = script.Args(env_id=env_id, run_dir=str(folder), **sizes, **kwargs)
+    names = ("obs", "next_obs", "terminated", "ended")
+    train(script, args, on_log=lambda learner, losses, step: seen.append(columns_of(learner, *names)))
+    obs, next_obs, terminated, ended = seen[-1]
+    assert len(seen) == 2
+    assert (next_obs[..., 0] == obs[..., 0] + 1).all() and (next_obs[..., 1] == obs[..., 1]).all()
+    last = next_obs[..., 0] == 3
+    assert (ended == last).all() and (terminated == last * terminal).all()
+    assert (obs[1:, :, 0] == np.where(last[:-1], 0, next_obs[:-1, :, 0])).all()
 
 
 # SAC and TD3

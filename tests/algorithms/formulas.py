@@ -30,14 +30,14 @@ def name_of(script):
     return "sac" if is_population(script) else algorithm(script)
 
 
-def make_learner(script, actions=None, device="cpu", **kwargs):
+def make_learner(script, actions=None, device="cpu", seed=1, **kwargs):
     """A learner for environments that have spaces and nothing else."""
     images = name_of(script) in ATARI
     discrete = images or name_of(script) in ("dqn", "pqn")
     args = script.Args(**kwargs)
     envs = SimpleNamespace(num_envs=args.num_envs, single_observation_space=IMAGES if images else VECTORS)
     envs.single_action_space = actions or (DISCRETE if discrete else CONTINUOUS)
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     if is_population(script):
         return script.SACPopulation(args, script.agents_of(args), [envs], torch.device("cpu"))
     return learner_class(script)(args, envs, torch.device(device))

@@ -1,17 +1,18 @@
 """DQN and SAC for Atari, plain and turbo: stored transitions, resuming without the replay buffer, values, learning."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from catch import BALLS, CatchFrameByFrame
+from checks import check_exploration, check_restored
 from conftest import (
     PLAIN,
     TURBO,
-    assert_same_state,
     learner_class,
     leaves,
     make_envs,
-    saved,
     scalars,
     script_params,
     stem,
@@ -189,16 +190,15 @@ def test_each_environment_explores_by_itself(kind, epsilon, monkeypatch):
     else:
         learner.host_actions.fill_(3)
         actions = np.stack([learner.next_actions(epsilon) for _ in range(1000)])
-    frequencies = np.bincount(actions.flatten(), minlength=4) / actions.size
-    assert frequencies == pytest.approx([epsilon / 4] * 3 + [1 - epsilon * 3 / 4], abs=0.02)
-    assert ((actions != actions[:, :1]).any(1).mean() > 0.5) == (epsilon > 0)
+    check_exploration(actions, epsilon)
 
 
-def advance(learner, envs):
+def advance(script, learner, part):
     """Sixty steps of games that begin, half of DQN's at random; returns the actions."""
     exploration = [0.5] if hasattr(learner, "rng") else []
     is_turbo = hasattr(learner, "observe")
     store = learner.observe if is_turbo else learner.replay.store
+    envs = make_envs(script, script.Args(num_envs=4, seed=part))
     obs, _ = envs.reset()
     store(*first_step(obs))
     taken = []
@@ -213,15 +213,7 @@ def advance(learner, envs):
 
 
 def test_a_restored_learner_continues_bit_by_bit(script):
-    envs = [make_envs(script, script.Args(num_envs=4)) for _ in range(3)]
-    learner = make_learner(script)
-    advance(learner, envs[0])
-    state = saved(learner)
-    wanted = advance(learner, envs[1])
-    restored = make_learner(script, seed=2)
-    restored.load_state_dict(state)
-    assert advance(restored, envs[2]) == wanted
-    assert_same_state(restored.state_dict(), learner.state_dict())
+    check_restored(partial(make_learner, script), partial(advance, script))
 
 
 @pytest.mark.parametrize("checkpoint_replay", [True, False])

@@ -1,8 +1,8 @@
 """PPO for Atari: the meaning of envpool's steps, learning from them, plain against turbo, capture."""
 
-import functools
 import itertools
 import json
+from functools import partial
 from unittest.mock import patch
 
 import conftest
@@ -10,24 +10,33 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from checks import (
+    OTHER_MODES,
+    check_continues,
+    check_minibatches,
+    check_restored,
+    no_waits,
+    plain_and_turbo,
+    watch_minibatches,
+)
 from conftest import (
     MODES,
     assert_close_in_norm,
     assert_learners_agree,
-    assert_same_state,
     clones,
     copy_networks,
     learnt,
     leaves,
     make_learner,
     one_graph_each,
-    saved,
     scalars,
     train,
 )
+from test_cli import refused
 from test_ppo import fix_order, textbook_advantages
 
 PLAIN, TURBO = conftest.PLAIN["ppo_atari"], conftest.TURBO["ppo_atari"]
+script = plain_and_turbo("ppo_atari")
 SHAPE = (4, 84, 84)
 GAMES = ("..l...g....", "t..lg.x.ll.", "...........", "xtlg.......")
 MEANING = {  # of a step: terminated and truncated of the five that envpool returns, info["terminated"]
@@ -80,11 +89,6 @@ class ScriptedPool:
 def with_resets(game):
     """ "..l." to "..lr.": the steps that start an episode are put in."""
     return "".join(letter if letter == "." else f"{letter}r" for letter in game)
-
-
-@pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
-def script(request):
-    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -279,14 +283,6 @@ def test_what_is_in_steps_that_start_an_episode_changes_nothing(script, monkeypa
         assert torch.equal(tensor, results[1][name]), name
 
 
-@pytest.fixture
-def double_precision():
-    """Learners that are made in a test compute in float64."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def update_both(monkeypatch, mode="eager", **kwargs):
     """Plain and turbo after each of ten iterations with the same rollouts and minibatches, 5 in each."""
     kwargs = {"num_envs": 4, "num_steps": 10, "num_minibatches": 5, "update_epochs": 1} | kwargs
@@ -355,50 +351,30 @@ def test_actions_are_drawn_by_their_probabilities(script):
 @pytest.mark.parametrize(("target_kl", "epochs"), [(None, 4), (1e9, 4), (1e-9, 1)])
 def test_target_kl_ends_the_epochs(script, target_kl, epochs):
     learner = make_learner(script, target_kl=target_kl, update_epochs=4)
-    count = itertools.count()
-    update_minibatch = learner.update_minibatch
-
-    def counting(*rows):
-        next(count)
-        return update_minibatch(*rows)
-
-    learner.update_minibatch = counting
+    minibatches = watch_minibatches(learner)
     learner.update(1e-3, roll_out([learner], make_envs(script, 2)))
-    assert next(count) == epochs * 4
+    assert len(minibatches) == epochs * 4
 
 
 def test_every_transition_is_drawn_once_an_epoch(script):
     learner = make_learner(script, update_epochs=3)
-    update_minibatch, drawn = learner.update_minibatch, []
-
-    def watched(*rows):
-        drawn.append(rows[0]["log_prob"] if script is PLAIN else learner.batch["log_prob"][learner.rows])
-        return update_minibatch(*rows)
-
-    learner.update_minibatch = watched
+    if script is PLAIN:
+        drawn = watch_minibatches(learner, lambda rows: rows["log_prob"])
+    else:
+        drawn = watch_minibatches(learner, lambda: learner.batch["log_prob"][learner.rows])
     learner.update(1e-3, roll_out([learner], make_envs(script, 2)))
-    epochs = [torch.cat(drawn[i : i + 4]) for i in (0, 4, 8)]
-    assert {len(minibatch) for minibatch in drawn} == {8}
-    assert all(torch.equal(epoch.sort().values, epochs[0].sort().values) for epoch in epochs)
-    assert len(epochs[0].unique()) == 32 and not torch.equal(epochs[0], epochs[1])
+    check_minibatches(drawn, 32)
 
 
 def test_a_restored_learner_continues_bit_by_bit(script):
-    def advance(learner, seed):
-        envs = make_envs(script, 2, seed)
+    def advance(learner, part):
+        envs = make_envs(script, 2, part)
         obs = None
         for _ in range(3):
             obs = roll_out([learner], envs, obs)
             learner.update(1e-3, obs)
 
-    learner = make_learner(script)
-    advance(learner, seed=0)
-    state = saved(learner)
-    advance(learner, seed=1)
-    restored = make_learner(script, seed=2)
-    restored.load_state_dict(state)
-    advance(restored, seed=1)
-    assert_same_state(restored.state_dict(), learner.state_dict())
+    check_restored(partial(make_learner, script), advance)
 
 
 @pytest.fixture
@@ -411,7 +387,7 @@ def short_games(monkeypatch, steps):
     """From now on games end after so many steps."""
     import envpool
 
-    monkeypatch.setattr(envpool, "make", functools.partial(envpool.make, max_episode_steps=steps))
+    monkeypatch.setattr(envpool, "make", partial(envpool.make, max_episode_steps=steps))
 
 
 @pytest.mark.usefixtures("envpool")
@@ -446,10 +422,8 @@ class TestEnvpool:
 
     @pytest.mark.parametrize("name", ["Brakeout-v5", "HalfCheetah-v5", "Pendulum-v1"])
     def test_an_unknown_game_is_refused(self, script, name, tmp_path, capsys):
-        with pytest.raises(SystemExit) as error:
-            script.train(script.Args(env_id=name, run_dir=str(tmp_path / "runs")))
-        (line,) = capsys.readouterr().err.splitlines()
-        assert error.value.code == 2 and line.startswith(f"error: --env-id {name}: name an Atari game of envpool, ")
+        line = refused(capsys, partial(script.train, script.Args(env_id=name, run_dir=str(tmp_path / "runs"))))
+        assert line.startswith(f"error: --env-id {name}: name an Atari game of envpool, ")
         assert not (tmp_path / "runs").exists()
 
     def test_the_policy_and_its_export_agree(self, script, tmp_path):
@@ -497,9 +471,8 @@ class TestEnvpool:
 
 def train_on_cuda(iterations, target_kl=None, **mode):
     """A learner on CUDA after some iterations."""
-    learner = make_learner(
-        TURBO, device="cuda", num_steps=8, num_minibatches=2, update_epochs=2, target_kl=target_kl, **mode
-    )
+    sizes = {"num_steps": 8, "num_minibatches": 2, "update_epochs": 2}
+    learner = make_learner(TURBO, device="cuda", target_kl=target_kl, **sizes, **mode)
     advance_on_cuda(learner, iterations)
     return learner
 
@@ -513,7 +486,7 @@ def advance_on_cuda(learner, iterations):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
+@pytest.mark.parametrize("mode", OTHER_MODES)
 @pytest.mark.parametrize("target_kl", [None, 1e9])
 @pytest.mark.parametrize("iterations", [1, 6])
 def test_modes_agree(mode, target_kl, iterations):
@@ -536,35 +509,14 @@ def test_replays_draw_fresh_noise(mode):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_waits_for_actions_alone(mode):
-    """In the steady loop only the event of `act` synchronises, which the debug mode does not count."""
+    """In the steady loop, by the event of `act`."""
     learner = train_on_cuda(5, **MODES[mode])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         advance_on_cuda(learner, 2)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_continues_in_captured_graphs(mode):
-    """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
     learner = train_on_cuda(5, **MODES[mode])
-    state = conftest.saved(learner)
-    results = []
-    for _ in range(2):
-        learner.load_state_dict(state)
-        advance_on_cuda(learner, 1)
-        results.append(clones(conftest.networks(learner)))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-    bias = conftest.networks(learner)["agent"]["actor.bias"]
-    assert not torch.equal(bias.cpu(), state["networks"]["agent"]["actor.bias"])
-
-
-@pytest.mark.gpu
-def test_training_on_cuda(tmp_path):
-    sizes = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 256, "cudagraphs": True}
-    TURBO.train(TURBO.Args(run_dir=str(tmp_path), **sizes))
-    summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
-    assert summary["cudagraphs"] and summary["device"] != "cpu"
+    check_continues(learner, learner, partial(advance_on_cuda, iterations=1))

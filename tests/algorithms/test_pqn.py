@@ -1,13 +1,24 @@
 """PQN, for vectors and for Atari: targets, loss, RAdam, exploration, plain against turbo, capture, learning."""
 
 import itertools
-import json
+from functools import partial
 from types import SimpleNamespace
 
 import conftest
 import numpy as np
 import pytest
 import torch
+from checks import (
+    OTHER_MODES,
+    check_cartpole,
+    check_continues,
+    check_minibatches,
+    check_restored,
+    check_steps,
+    no_waits,
+    repeated,
+    watch_minibatches,
+)
 from conftest import (
     ATARI,
     MODES,
@@ -16,7 +27,6 @@ from conftest import (
     algorithm,
     assert_close_in_norm,
     assert_learners_agree,
-    assert_same_state,
     clones,
     copy_networks,
     gradients,
@@ -24,14 +34,11 @@ from conftest import (
     leaves,
     networks,
     one_graph_each,
-    saved,
-    scalars,
     stem,
 )
 from formulas import assert_noticed, images, make_learner, pair, planted
-from test_dqn import play
+from test_cli import refused
 from test_ppo import fix_order
-from test_ppo_atari import script_games
 from torch import nn
 
 NAMES = ("pqn", "pqn_atari")
@@ -245,22 +252,15 @@ def test_every_transition_is_drawn_once_an_epoch(script):
     steps = random_steps(learner)
     steps.rewards += np.arange(24).reshape(8, 3) * 100  # so that all targets differ
     roll_out(learner, steps)
-    update_minibatch, drawn = learner.update_minibatch, []
 
-    def watched(*rows):
+    def targets(*rows):
         if is_plain(learner):
-            drawn.append(rows[0]["targets"].clone())
-        else:
-            atari = is_atari(learner)
-            drawn.append(learner.batch["targets"][learner.rows] if atari else learner.minibatch[:, -1].clone())
-        return update_minibatch(*rows)
+            return rows[0]["targets"].clone()
+        return learner.batch["targets"][learner.rows] if is_atari(learner) else learner.minibatch[:, -1].clone()
 
-    learner.update_minibatch = watched
+    drawn = watch_minibatches(learner, targets)
     update(learner, steps, 1e-3)
-    epochs = [torch.cat(drawn[i : i + 4]) for i in (0, 4, 8)]
-    assert {len(minibatch) for minibatch in drawn} == {6}
-    assert all(torch.equal(epoch.sort().values, epochs[0].sort().values) for epoch in epochs)
-    assert len(epochs[0].unique()) == 24 and not torch.equal(epochs[0], epochs[1])
+    check_minibatches(drawn, 24)
 
 
 @pytest.mark.parametrize("script", pair("pqn_atari"), ids=stem)
@@ -291,14 +291,6 @@ def test_a_rollout_of_steps_that_start_an_episode_changes_nothing(script):
     for name, tensor in leaves(networks(learner)):
         assert torch.equal(tensor, before[name])
     assert set(learner.losses().values()) == {0.0}
-
-
-@pytest.fixture
-def double_precision():
-    """Learners that are made in a test compute in float64."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def update_both(name, monkeypatch, mode="eager", iterations=10, **kwargs):
@@ -514,44 +506,21 @@ def test_the_host_acts_with_the_newest_weights():
 
 @each_script
 def test_a_restored_learner_continues_bit_by_bit(script):
-    def advance(learner, seeds):
-        for seed in seeds:
+    def advance(learner, part):
+        for seed in range(3 * part, 3 * part + 3):
             steps = random_steps(learner, seed)
             roll_out(learner, steps)
             if not is_atari(learner):
                 learner.act(steps.obs[0], 0.5)
             update(learner, steps, 1e-3)
 
-    learner = make(script)
-    advance(learner, range(3))
-    state = saved(learner)
-    advance(learner, range(3, 6))
-    restored = make(script, seed=2)
-    restored.load_state_dict(state)
-    advance(restored, range(3, 6))
-    assert_same_state(restored.state_dict(), learner.state_dict())
-
-
-def columns_of(learner, *names):
-    """Columns of the stored rollout, NumPy, each (num_steps, num_envs, ...)."""
-    columns = learner.rollout if isinstance(learner.rollout, dict) else vars(learner)
-    return [np.asarray(columns[name]).copy() for name in names]
+    check_restored(partial(make, script), advance)
 
 
 @pytest.mark.parametrize("env_id", ["DiscreteTruncates-v0", "DiscreteTerminates-v0"])
 @pytest.mark.parametrize("script", pair("pqn"), ids=stem)
 def test_steps_keep_the_true_last_observation_and_tell_terminal_from_truncated(script, env_id, tmp_path):
-    seen = []
-    sizes = {"num_envs": 2, "total_timesteps": 200, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1}
-    args = script.Args(env_id=env_id, run_dir=str(tmp_path), **sizes)
-    names = ("obs", "next_obs", "terminated", "ended")
-    conftest.train(script, args, on_log=lambda learner, losses, step: seen.append(columns_of(learner, *names)))
-    obs, next_obs, terminated, ended = seen[-1]
-    assert len(seen) == 2
-    assert (next_obs[..., 0] == obs[..., 0] + 1).all() and (next_obs[..., 1] == obs[..., 1]).all()
-    last = next_obs[..., 0] == 3
-    assert (ended == last).all() and (terminated == last * (env_id == "DiscreteTerminates-v0")).all()
-    assert (obs[1:, :, 0] == np.where(last[:-1], 0, next_obs[:-1, :, 0])).all()
+    check_steps(script, env_id, env_id == "DiscreteTerminates-v0", tmp_path)
 
 
 @pytest.mark.parametrize(("env_id", "value"), [("BlindDiscreteTruncates-v0", 2), ("BlindDiscreteTerminates-v0", 1.5)])
@@ -567,23 +536,16 @@ def test_values_bootstrap_through_truncation(script, env_id, value, tmp_path):
 
 @each_script
 def test_minibatches_have_the_same_size(script, tmp_path, capsys):
-    with pytest.raises(SystemExit) as error:
-        script.train(script.Args(run_dir=str(tmp_path), num_envs=8, num_minibatches=30))
-    assert error.value.code == 2 and not list(tmp_path.iterdir())
-    assert "error: --num-minibatches 30: give a divisor of num_envs * num_steps, 1024" in capsys.readouterr().err
+    args = script.Args(run_dir=str(tmp_path), num_envs=8, num_minibatches=30)
+    line = refused(capsys, partial(script.train, args))
+    assert "error: --num-minibatches 30: give a divisor of num_envs * num_steps, 1024" in line
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("script", pair("pqn"), ids=stem)
 def test_cartpole_is_learned(script, tmp_path):
-    """A random policy balances for about 20 steps. A wrong sign in the loss stays there."""
     sizes = {"total_timesteps": 40_000, "num_envs": 4, "num_steps": 64, "exploration_fraction": 0.3}
-    script.train(script.Args(run_dir=str(tmp_path), learning_rate=2e-3, **sizes))
-    (folder,) = tmp_path.iterdir()
-    returns = scalars(folder, "charts/episodic_return")
-    assert np.median(returns[:20]) < 40
-    assert np.mean(returns[-20:]) > 120
-    policy = torch.export.load(folder / "policy.pt2").module()
-    assert np.mean([play(policy, seed) for seed in range(5)]) > 120
+    check_cartpole(script, tmp_path, learning_rate=2e-3, **sizes)
 
 
 def train_on_cuda(name, iterations, **mode):
@@ -605,7 +567,7 @@ each_name = pytest.mark.parametrize("name", NAMES)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
+@pytest.mark.parametrize("mode", OTHER_MODES)
 @pytest.mark.parametrize("iterations", [1, 3, 8])
 @each_name
 def test_modes_agree(name, iterations, mode):
@@ -622,57 +584,30 @@ def test_replays_shuffle_afresh(name, mode):
     """From the same weights and rollout, past capture, updates differ in the order of the minibatches alone."""
     learner = train_on_cuda(name, 5, **MODES[mode])
     steps = random_steps(learner)
-    before = clones(learner.tensors())
-    results = set()
-    for _ in range(5):
-        for path, tensor in leaves(learner.tensors()):
-            tensor.copy_(before[path])
+
+    def roll_out_and_update():
         roll_out(learner, steps)
         update(learner, steps, 1e-3)
-        results.add(learner.losses()["td_loss"])
-    assert len(results) == 5
+        return learner.losses()["td_loss"]
+
+    assert len(set(repeated(learner, roll_out_and_update, 5))) == 5
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_waits_for_actions_alone(mode, name="pqn_atari"):
-    """In the steady loop only the event of `act` synchronizes, which the debug mode does not count."""
+    """In the steady loop, by the event of `act`."""
     learner = train_on_cuda(name, 5, **MODES[mode])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         advance_on_cuda(learner, range(2))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 @each_name
 def test_a_checkpoint_continues_in_captured_graphs(name, mode):
-    """Loading fills the tensors that the graphs read: a restored learner goes on like a new one without graphs."""
-    captured = train_on_cuda(name, 5, **MODES[mode])
-    state = saved(captured)
-    before = clones(networks(captured))
-    results = []
-    for learner in (captured, train_on_cuda(name, 0)):
-        learner.load_state_dict(state)
-        advance_on_cuda(learner, [7])
-        results.append(clones(learner.tensors()))
-    assert_close_in_norm(*results, 1e-4, least=1e-6)
-    assert any(not torch.equal(tensor, before[path]) for path, tensor in leaves(networks(captured)))
-
-
-@pytest.mark.gpu
-@each_name
-def test_training_on_cuda(name, tmp_path, monkeypatch):
-    script = TURBO[name]
-    if name in ATARI:
-        script_games(script, monkeypatch)
-    sizes = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 256, "cudagraphs": True}
-    script.train(script.Args(run_dir=str(tmp_path), **sizes))
-    summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
-    assert summary["cudagraphs"] and summary["global_step"] == 256 and summary["device"] != "cpu"
+    captured, new = train_on_cuda(name, 5, **MODES[mode]), train_on_cuda(name, 0)
+    check_continues(captured, new, partial(advance_on_cuda, seeds=[7]))
 
 
 TERMINATED = ' * (1 - rollout["terminated"])'

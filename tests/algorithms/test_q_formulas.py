@@ -365,11 +365,13 @@ def check_target_networks(script):
     for tau in (0.25, 1.0):
         learner, _ = make_off_policy(script, rate=1e-3, tau=tau, rows=2)
         before = copied(learner)
-        learner.update()
-        if hasattr(learner, "update_target"):
-            learner.update_target()
-        after = copied(learner)
         targets = [path for path in before if path.startswith(".target_")]
+        learner.update()
+        after = copied(learner)
+        if hasattr(learner, "update_target"):
+            assert all(torch.equal(after[path], before[path]) for path in targets)
+            learner.update_target()
+            after = copied(learner)
         assert targets
         for path in targets:
             online = after[path.replace(".target_", ".", 1)]
