@@ -68,10 +68,21 @@ def planted(bugs):
     return [pytest.param(*bug, id=f"{stem(bug[0])}, {bug[1]}", marks=own) for bug, own in zip(bugs, marks, strict=True)]
 
 
-def assert_noticed(script, old, new, check, folder):
+def noticing(bugs, errors=AssertionError):
+    """A test that plants bugs: script, what is wrong, what is replaced by what, who notices with one of `errors`."""
+
+    @pytest.mark.parametrize(("script", "bug", "old", "new", "check"), planted(bugs))
+    def test_a_planted_bug_is_noticed(script, bug, old, new, check, tmp_path):
+        assert_noticed(script, old, new, check, tmp_path, errors)
+
+    return test_a_planted_bug_is_noticed
+
+
+def assert_noticed(script, old, new, check, folder, errors=AssertionError):
     """`check` fails for a copy of the script in which `old` is replaced by `new`."""
     source = Path(script.__file__).read_text()
     assert source.count(old) == 1, f"not there once: {old}"
     edited = load_copy(stem(script), source.replace(old, new), folder)
-    with pytest.raises(AssertionError):
+    with pytest.raises(errors) as noticed:
         check(edited)
+    assert noticed.type is not NotImplementedError  # which the emulated device raises

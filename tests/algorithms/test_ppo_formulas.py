@@ -15,13 +15,12 @@ from formulas import (
     CONTINUOUS,
     DISCRETE,
     IMAGES,
-    assert_noticed,
     double,
     images,
     make_learner,
     name_of,
+    noticing,
     pair,
-    planted,
     slopes,
 )
 
@@ -219,7 +218,8 @@ def test_ppo_computes_the_papers_losses_and_gradients(script, actions, flags):
     check_ppo(script, actions, *flags)
 
 
-def check_entropy_bonus(script, actions):
+@each_ppo
+def test_the_entropy_bonus_raises_entropy(script, actions):
     """Without advantages and value loss an update raises the entropy."""
     learner, rows = make_ppo(script, actions, vf_coef=0.0, norm_adv=False)
     rows.columns["advantages"] *= 0
@@ -232,11 +232,7 @@ def check_entropy_bonus(script, actions):
 
 
 @each_ppo
-def test_the_entropy_bonus_raises_entropy(script, actions):
-    check_entropy_bonus(script, actions)
-
-
-def check_gradient_clipping(script, actions):
+def test_ppo_clips_the_gradient(script, actions):
     """The norm is logged, and where it is larger than the largest one Adam gets the gradient scaled down to that."""
     for largest in (1e9, 0.01):
         learner, rows = make_ppo(script, actions, num_minibatches=1, max_grad_norm=largest)
@@ -246,17 +242,13 @@ def check_gradient_clipping(script, actions):
         assert logged > 0.1 and norm == pytest.approx(min(logged, largest), rel=1e-3)
 
 
-@each_ppo
-def test_ppo_clips_the_gradient(script, actions):
-    check_gradient_clipping(script, actions)
-
-
 def of_ppo(check):
     """The check of PPO, with the first actions that the script is tested with."""
     return lambda script: check(script, next(own for known, own in PPO_CASES if stem(known) == stem(script)))
 
 
-LOSSES, ENTROPY, CLIPPING = map(of_ppo, (check_ppo, check_entropy_bonus, check_gradient_clipping))
+TESTS = (check_ppo, test_the_entropy_bonus_raises_entropy, test_ppo_clips_the_gradient)
+LOSSES, ENTROPY, CLIPPING = map(of_ppo, TESTS)
 VALUE_CLIP = ("torch.max(errors, (clipped_values", "torch.min(errors, (clipped_values")
 BONUS = ("- self.args.ent_coef * entropy", "+ self.args.ent_coef * entropy")
 NORMALIZED = "advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)"
@@ -279,13 +271,7 @@ PLAIN_BUGS = [  # algorithm, what is wrong, what is replaced by what, who notice
     ("ppo_atari", "errors of values are the smaller ones", *VALUE_CLIP, LOSSES),
     ("ppo_atari", "advantages normalized over other rows", *INVALID_ROWS, LOSSES),
     ("ppo_atari", "entropy is lowered", *BONUS, ENTROPY),
-    (
-        "ppo_atari",
-        "rows that do not count",
-        "entropy = masked_mean(policy.entropy(), valid)",
-        "entropy = policy.entropy().mean()",
-        LOSSES,
-    ),
+    ("ppo_atari", "rows that do not count", "masked_mean(policy.entropy(), valid)", "policy.entropy().mean()", LOSSES),
     ("ppo_lstm", "errors of values are the smaller ones", *VALUE_CLIP, LOSSES),
     ("ppo_lstm", "advantages normalized over other rows", *OTHER_ROWS, LOSSES),
     ("ppo_lstm", "entropy is lowered", *BONUS, ENTROPY),
@@ -308,6 +294,4 @@ BUGS += [
 ]
 
 
-@pytest.mark.parametrize(("script", "bug", "old", "new", "check"), planted(BUGS))
-def test_a_planted_bug_is_noticed(script, bug, old, new, check, tmp_path):
-    assert_noticed(script, old, new, check, tmp_path)
+test_a_planted_bug_is_noticed = noticing(BUGS)

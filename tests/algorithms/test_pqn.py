@@ -36,7 +36,7 @@ from conftest import (
     one_graph_each,
     stem,
 )
-from formulas import assert_noticed, images, make_learner, pair, planted
+from formulas import images, make_learner, noticing, pair
 from test_cli import refused
 from test_ppo import fix_order
 from torch import nn
@@ -190,7 +190,8 @@ def test_an_episode_that_ends_with_the_rollout(script):
     np.testing.assert_allclose(targets_of(learner, steps)[0], wanted, rtol=1e-5)
 
 
-def check_loss(script):
+@each_script
+def test_the_loss_is_the_mean_squared_td_error(script):
     """The mean squared TD error of the steps that the player had, and its gradient for the last layer's biases."""
     learner = make(script, num_minibatches=1, update_epochs=1, max_grad_norm=1e9)
     steps = random_steps(learner)
@@ -209,11 +210,7 @@ def check_loss(script):
 
 
 @each_script
-def test_the_loss_is_the_mean_squared_td_error(script):
-    check_loss(script)
-
-
-def check_descent(script):
+def test_updates_descend(script):
     """Small steps bring Q(s, a) closer to the targets of the first rollout."""
     learner = make(script, num_minibatches=1, update_epochs=1)
     steps = random_steps(learner)
@@ -226,11 +223,7 @@ def check_descent(script):
 
 
 @each_script
-def test_updates_descend(script):
-    check_descent(script)
-
-
-def check_clipping(script):
+def test_gradients_are_clipped(script):
     """The gradient is scaled to the largest norm; the norm before that is logged."""
     learner = make(script, num_minibatches=1, update_epochs=1, max_grad_norm=0.01)
     steps = random_steps(learner)
@@ -239,11 +232,6 @@ def check_clipping(script):
     norm = torch.cat([gradient.flatten() for gradient in gradients(learner, "q").values()]).norm()
     assert 10 * norm.item() == pytest.approx(0.01, rel=1e-3)
     assert learner.losses()["grad_norm"] > 0.1
-
-
-@each_script
-def test_gradients_are_clipped(script):
-    check_clipping(script)
 
 
 @each_script
@@ -467,7 +455,8 @@ def test_epsilon_falls_to_its_end(script):
     assert script.epsilon(1, args) == pytest.approx(0.1)
 
 
-def check_acting(script):
+@each_script
+def test_a_share_of_the_actions_is_random(script):
     """Actions have the highest value but for a share that is uniform; Atari's learners keep both for the rollout."""
     learner = make(script, num_envs=50)
     if hasattr(learner, "start_rollout"):
@@ -486,11 +475,6 @@ def check_acting(script):
         if is_atari(learner):
             assert np.array_equal(learner.rollout["actions"].numpy(), actions)
             np.testing.assert_allclose(learner.rollout["values"][:8], greedy[:8].max(-1), rtol=1e-4, atol=1e-5)
-
-
-@each_script
-def test_a_share_of_the_actions_is_random(script):
-    check_acting(script)
 
 
 def test_the_host_acts_with_the_newest_weights():
@@ -610,6 +594,8 @@ def test_a_checkpoint_continues_in_captured_graphs(name, mode):
     check_continues(captured, new, partial(advance_on_cuda, seeds=[7]))
 
 
+check_loss, check_descent = test_the_loss_is_the_mean_squared_td_error, test_updates_descend
+check_clipping, check_acting = test_gradients_are_clipped, test_a_share_of_the_actions_is_random
 TERMINATED = ' * (1 - rollout["terminated"])'
 NO_END = (TERMINATED, "", check_targets)
 GO_ON = (' * (1 - rollout["ended"][t])', "", check_targets)
@@ -654,6 +640,4 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who notices
 ]
 
 
-@pytest.mark.parametrize(("script", "bug", "old", "new", "check"), planted(BUGS))
-def test_a_planted_bug_is_noticed(script, bug, old, new, check, tmp_path):
-    assert_noticed(script, old, new, check, tmp_path)
+test_a_planted_bug_is_noticed = noticing(BUGS)
