@@ -34,6 +34,8 @@ from torch import nn
 
 PLAIN, TURBO = conftest.PLAIN["dqn"], conftest.TURBO["dqn"]
 script = plain_and_turbo("dqn")
+WITH_EPSILON = ("dqn", "dqn_atari", "pqn", "pqn_atari")
+EXPLORERS = [scripts[name] for name in WITH_EPSILON for scripts in (conftest.PLAIN, conftest.TURBO)]
 
 
 def transitions(generator, num_envs=1, obs_dim=4, num_actions=2):
@@ -43,11 +45,13 @@ def transitions(generator, num_envs=1, obs_dim=4, num_actions=2):
     return columns | {"rewards": generator.standard_normal(num_envs), "terminated": generator.random(num_envs) < 0.1}
 
 
-def fill(learner, rows, seed=0):
-    """Store random transitions, one vector step after the other."""
-    generator = np.random.default_rng(seed)
-    for _ in range(rows // learner.args.num_envs):
-        store(learner, transitions(generator, learner.args.num_envs))
+def fill(learner, rows):
+    """Store random transitions, one vector step after the other; returns them as rows of a turbo learner's buffer."""
+    generator = np.random.default_rng(0)
+    sent = [transitions(generator, learner.args.num_envs) for _ in range(rows // learner.args.num_envs)]
+    for columns in sent:
+        store(learner, columns)
+    return np.concatenate([as_rows(columns) for columns in sent])
 
 
 def store(learner, columns):
@@ -118,11 +122,7 @@ def test_ring_buffer_holds_the_newest_transitions(num_envs, train_frequency):
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_the_plain_ring_buffer_holds_the_newest_transitions(num_envs):
     learner = make_learner(PLAIN, num_envs=num_envs, buffer_size=10)
-    generator, sent = np.random.default_rng(0), []
-    for _ in range(25):
-        sent.append(transitions(generator, num_envs))
-        store(learner, sent[-1])
-    newest = np.concatenate([as_rows(columns) for columns in sent])[-10:]
+    newest = fill(learner, 25 * num_envs)[-10:]
     assert sorted(as_rows(learner.replay.columns).tolist()) == sorted(newest.tolist())
 
 
@@ -177,10 +177,13 @@ def test_times_due_counts_the_multiples_that_a_vector_step_reaches(script):
             assert script.times_due(frequency, 10 * frequency * num_envs, num_envs) >= 1
 
 
+@pytest.mark.parametrize("script", EXPLORERS, ids=conftest.stem)
 def test_epsilon_falls_linearly_and_stays(script):
     args = script.Args(total_timesteps=1000, exploration_fraction=0.5, start_e=0.9, end_e=0.1)
     points = {0: 0.9, 1: 0.9 - 0.8 / 500, 250: 0.5, 499: 0.1 + 0.8 / 500, 500: 0.1, 501: 0.1, 10**9: 0.1}
     assert {step: script.epsilon(step, args) for step in points} == pytest.approx(points)
+    args.exploration_fraction = 0
+    assert script.epsilon(1, args) == pytest.approx(0.1)
 
 
 def test_a_run_explores_as_scheduled(script, tmp_path, monkeypatch):
@@ -221,19 +224,6 @@ def test_act_is_greedy_in_weights_of_a_known_age(script):
         learner.update()
     assert decisions == [wanted[max(0, i - age)] for i in range(30)]
     assert len(set(map(str, decisions))) > 3, "the weights matter"
-
-
-def test_weights_reach_the_host_one_update_late():
-    """On every device: those after update u arrive during update u + 1, and act from then on, until update u + 2."""
-    learner = make_learner(TURBO)
-    fill(learner, 32)
-    newest = [weights(learner.q)]
-    for updates in range(5):
-        assert torch.equal(learner.host_q.arriving, newest[updates])
-        assert torch.equal(weights(learner.host_q.network), newest[max(0, updates - 1)])
-        learner.update()
-        newest.append(weights(learner.q))
-        assert not torch.equal(newest[-1], newest[-2])
 
 
 def test_acting_does_without_torch(monkeypatch):
@@ -349,36 +339,34 @@ def test_actions_are_the_environments_to_keep(script):
 
 
 @pytest.mark.parametrize(("num_envs", "train_frequency", "target_frequency"), [(1, 10, 50), (3, 10, 25), (16, 10, 8)])
-def test_the_target_network_follows_at_its_own_frequency(script, num_envs, train_frequency, target_frequency, tmp_path):
+def test_the_target_network_follows_at_its_own_frequency(
+    script, num_envs, train_frequency, target_frequency, tmp_path, monkeypatch
+):
     """Counted in environment steps from the first one on, after learning starts; after the updates of its step."""
-    calls, args = [], {"train_frequency": train_frequency, "target_network_frequency": target_frequency}
-    update, update_target = script.DQN.update, script.DQN.update_target
+    calls = []
+
+    def watch(name):
+        own = getattr(script.DQN, name)
+
+        def watched(*inputs):
+            calls.append(name)
+            return own(*inputs)
+
+        monkeypatch.setattr(script.DQN, name, watched)
+
+    for name in ("act", "update", "update_target"):
+        watch(name)
+    args = {"train_frequency": train_frequency, "target_network_frequency": target_frequency}
     sizes = {"num_envs": num_envs, "total_timesteps": 480, "learning_starts": 100, "batch_size": 8, "buffer_size": 500}
-
-    class Watched(script.DQN):
-        def act(self, *inputs):
-            calls.append([])
-            return super().act(*inputs)
-
-        def update(self):
-            calls[-1].append("update")
-            update(self)
-
-        def update_target(self):
-            calls[-1].append("target")
-            update_target(self)
-
-    original, script.DQN = script.DQN, Watched
-    try:
-        script.train(script.Args(env_id="DiscreteTruncates-v0", run_dir=str(tmp_path), **sizes, **args))
-    finally:
-        script.DQN = original
-    for i, call in enumerate(calls):
+    script.train(script.Args(env_id="DiscreteTruncates-v0", run_dir=str(tmp_path), **sizes, **args))
+    steps = " ".join(calls).split("act")[1:]
+    assert len(steps) == -(-480 // num_envs)
+    for i, step in enumerate(steps):
         reached = range(i * num_envs + 1, (i + 1) * num_envs + 1)
         learning = (i + 1) * num_envs > 100
-        updates = learning * sum(step % train_frequency == 0 for step in reached)
-        target = learning and any(step % target_frequency == 0 for step in reached)
-        assert call == ["update"] * updates + ["target"] * target, i
+        updates = learning * sum(number % train_frequency == 0 for number in reached)
+        target = learning and any(number % target_frequency == 0 for number in reached)
+        assert step.split() == ["update"] * updates + ["update_target"] * target, i
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
@@ -397,13 +385,10 @@ def test_a_restored_learner_continues_bit_by_bit(script, num_envs):
 
 def test_a_checkpoint_in_mid_block_loses_no_transition():
     learner = make_learner(TURBO)
-    generator = np.random.default_rng(0)
-    sent = [transitions(generator) for _ in range(13)]
-    for columns in sent:
-        store(learner, columns)
+    sent = fill(learner, 13)
     state = learner.state_dict()["replay"]
     assert int(state["stored"]) == 13
-    assert np.array_equal(state["rows"].numpy(), np.concatenate([as_rows(columns) for columns in sent]))
+    assert np.array_equal(state["rows"].numpy(), sent)
 
 
 def test_resuming_continues_the_run(script, tmp_path):

@@ -232,15 +232,6 @@ def check_acting(learner, obs):
     assert ratio == pytest.approx(np.ones_like(ratio), abs=0.5)
 
 
-def test_the_host_acts_as_the_device_would():
-    learner = make_learner(TURBO)
-    obs = np.random.default_rng(0).standard_normal((2, 3)).astype(np.float32)
-    for iteration in range(2):
-        check_acting(learner, obs)
-        roll_out([learner], seed=iteration)
-        learner.update(1e-2)
-
-
 class Scale(nn.Module):
     """A layer that NumPy does not know."""
 
@@ -267,6 +258,7 @@ class Reversed(nn.Sequential):
 
 
 ACTORS = {
+    "as it is": None,
     "unknown layers": lambda d, n: nn.Sequential(nn.Linear(d, 20), nn.SiLU(), Doubled(20, n), Scale()),
     "no bias": lambda d, n: nn.Sequential(nn.Linear(d, 20), nn.ReLU(), nn.Linear(20, n, False)),
     "nested": lambda d, n: nn.Sequential(nn.Sequential(nn.Linear(d, n), nn.Tanh()), Scale()),
@@ -284,7 +276,8 @@ def test_the_host_follows_an_edit_of_the_agent(actor, shared, monkeypatch):
     class Edited(TURBO.Agent):
         def __init__(self, obs_dim, action_space):
             super().__init__(obs_dim, action_space)
-            self.actor = ACTORS[actor](obs_dim, action_space.shape[0])
+            if ACTORS[actor]:
+                self.actor = ACTORS[actor](obs_dim, action_space.shape[0])
             if shared:
                 encoder = nn.Sequential(nn.Linear(obs_dim, obs_dim), nn.Tanh())
                 self.actor = nn.Sequential(encoder, self.actor)

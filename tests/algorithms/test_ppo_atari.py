@@ -451,11 +451,8 @@ class TestEnvpool:
         entropies = [losses["entropy"] for losses in logged]
         assert entropies[0] == pytest.approx(np.log(4), abs=1e-3) and 1 < entropies[-1] < np.log(4) - 1e-5
 
-    def test_a_run_of_the_plain_script(self, tmp_path):
-        self.check_a_run_of_breakout(PLAIN, tmp_path, cuda=False)
-
-    def test_a_run_on_the_cpu(self, tmp_path):
-        self.check_a_run_of_breakout(TURBO, tmp_path, cuda=False)
+    def test_a_run_on_the_cpu(self, script, tmp_path):
+        self.check_a_run_of_breakout(script, tmp_path, cuda=False)
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("mode", ["cudagraphs", "compile+cudagraphs"])

@@ -447,15 +447,6 @@ def test_late_steps_of_radam_are_torchs():
 
 
 @each_script
-def test_epsilon_falls_to_its_end(script):
-    args = script.Args(total_timesteps=1000, start_e=0.9, end_e=0.1, exploration_fraction=0.4)
-    steps = (0, 100, 200, 400, 401, 1000)
-    assert [script.epsilon(step, args) for step in steps] == pytest.approx([0.9, 0.7, 0.5, 0.1, 0.1, 0.1])
-    args.exploration_fraction = 0
-    assert script.epsilon(1, args) == pytest.approx(0.1)
-
-
-@each_script
 def test_a_share_of_the_actions_is_random(script):
     """Actions have the highest value but for a share that is uniform; Atari's learners keep both for the rollout."""
     learner = make(script, num_envs=50)
