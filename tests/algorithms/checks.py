@@ -7,28 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    MODES,
-    assert_close_in_norm,
-    assert_learners_agree,
-    assert_same_state,
-    clones,
-    copy_networks,
-    equal,
-    feed_same_batches,
-    fill_replay,
-    learnt,
-    leaves,
-    make_envs,
-    make_learner,
-    networks,
-    one_graph_each,
-    replay_in_order,
-    saved,
-    scalars,
-    train,
-    transitions,
-)
+from conftest import MODES, assert_close_in_norm, clones, learnt, leaves, make_learner, networks, saved, transitions
 
 OTHER_MODES = [mode for mode in MODES if mode != "eager"]
 
@@ -43,10 +22,16 @@ def plain_and_turbo(name):
     return script
 
 
+def settings(others):
+    """Parametrize a test by the default settings, eager and compiled, and by others of this name, eager."""
+    cases = [({}, "eager"), ({}, "compile"), *((kwargs, "eager") for kwargs in others.values())]
+    return pytest.mark.parametrize(("kwargs", "mode"), cases, ids=["default-eager", "default-compile", *others])
+
+
 # all learners
 
 
-def check_restored(make, advance):
+def goes_on_when_restored(make, advance):
     """A learner restored from a file continues bit by bit.
 
     `make(seed=...)` makes a learner, and `advance(learner, part)` goes on with the first or the second part of what it
@@ -61,9 +46,9 @@ def check_restored(make, advance):
     got, kept = dict(leaves(restored.state_dict())), dict(leaves(state))
     rates = {name for name in kept if name.endswith(".lr")}  # those that a learner is given count
     assert got.keys() == kept.keys()
-    assert all(equal(got[name], kept[name]) for name in kept.keys() - rates)
+    assert all(conftest.equal(got[name], kept[name]) for name in kept.keys() - rates)
     assert advance(restored, 1) == wanted
-    assert_same_state(restored.state_dict(), learner.state_dict())
+    conftest.assert_same_state(restored.state_dict(), learner.state_dict())
 
 
 @contextmanager
@@ -88,7 +73,7 @@ def repeated(learner, update, times):
     return found
 
 
-def check_continues(captured, other, advance, tolerance=1e-4):
+def goes_on_when_captured(captured, other, advance, tolerance=1e-4):
     """Loading fills the tensors that the graphs read: what was captured goes on from its checkpoint like another one.
 
     The other one may be a new learner without graphs, or the same learner once more.
@@ -107,7 +92,7 @@ def check_continues(captured, other, advance, tolerance=1e-4):
 # DQN and PQN
 
 
-def check_exploration(actions, epsilon):
+def explores(actions, epsilon):
     """Of actions (steps, num_envs), all are 3 but for a share of random ones, each environment's own."""
     frequencies = np.bincount(actions.flatten(), minlength=4) / actions.size
     assert frequencies == pytest.approx([epsilon / 4] * 3 + [1 - epsilon * 3 / 4], abs=0.02)
@@ -127,11 +112,11 @@ def play(policy, seed):
     return total
 
 
-def check_cartpole(script, folder, **settings):
+def learns_cartpole(script, folder, **settings):
     """A random policy balances for about 20 steps. A wrong sign in the loss stays there."""
     script.train(script.Args(run_dir=str(folder), **settings))
     (run,) = folder.iterdir()
-    returns = scalars(run, "charts/episodic_return")
+    returns = conftest.scalars(run, "charts/episodic_return")
     assert np.median(returns[:20]) < 40
     assert np.mean(returns[-20:]) > 120
     policy = torch.export.load(run / "policy.pt2").module()
@@ -153,7 +138,7 @@ def watch_minibatches(learner, look=lambda *rows: None):
     return seen
 
 
-def check_minibatches(drawn, count):
+def draws_all_rows(drawn, count):
     """In each of three epochs, four minibatches of the same size have all of `count` rows, in another order."""
     epochs = [torch.cat(drawn[i : i + 4]) for i in (0, 4, 8)]
     assert {len(minibatch) for minibatch in drawn} == {count // 4}
@@ -167,13 +152,13 @@ def columns_of(learner, *names):
     return [np.asarray(columns[name]).copy() for name in names]
 
 
-def check_steps(script, env_id, terminal, folder, **kwargs):
+def stores_true_ends(script, env_id, terminal, folder, **kwargs):
     """Stored steps of Countdown have the true last observation; `terminal` is whether the last ones are terminated."""
     seen = []
     sizes = {"num_envs": 2, "total_timesteps": 200, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1}
     args = script.Args(env_id=env_id, run_dir=str(folder), **sizes, **kwargs)
     names = ("obs", "next_obs", "terminated", "ended")
-    train(script, args, on_log=lambda learner, losses, step: seen.append(columns_of(learner, *names)))
+    conftest.train(script, args, on_log=lambda learner, losses, step: seen.append(columns_of(learner, *names)))
     obs, next_obs, terminated, ended = seen[-1]
     assert len(seen) == 2
     assert (next_obs[..., 0] == obs[..., 0] + 1).all() and (next_obs[..., 1] == obs[..., 1]).all()
@@ -185,20 +170,20 @@ def check_steps(script, env_id, terminal, folder, **kwargs):
 # SAC and TD3
 
 
-def check_turbo(name, mode, **kwargs):
+def turbo_is_plain(name, mode, **kwargs):
     """From the same weights and batches, losses, gradients and parameters agree after 1 and 50 updates."""
     plain = make_learner(conftest.PLAIN[name], **kwargs)
     turbo = make_learner(conftest.TURBO[name], **kwargs, **MODES[mode])
-    copy_networks(plain, turbo)
-    feed_same_batches(plain, turbo, seed=0)
-    with one_graph_each({"eager": 0, "compile": 4}[mode]):  # critics, actor, target networks, acting
+    conftest.copy_networks(plain, turbo)
+    conftest.feed_same_batches(plain, turbo, seed=0)
+    with conftest.one_graph_each({"eager": 0, "compile": 4}[mode]):  # critics, actor, target networks, acting
         for update in range(50):
             for learner in (plain, turbo):
                 torch.manual_seed(update)
                 learner.update()
             if update in (0, 49):
                 tolerance = 1e-5 if update == 0 else 1e-4
-                assert_learners_agree(plain, turbo, tolerance)
+                conftest.assert_learners_agree(plain, turbo, tolerance)
                 if name == "sac":
                     assert turbo.log_alpha.exp().item() == pytest.approx(plain.log_alpha.exp().item(), rel=tolerance)
         for _ in range(3):
@@ -216,26 +201,26 @@ def actions_for(learner, obs):
     return np.stack(actions)
 
 
-def check_saturated(script, learner, side):
+def stays_within_bounds(script, learner, side):
     """A policy far beyond one side of its bounds acts at these bounds, and so does the policy that is exported."""
     (action,) = actions_for(learner, np.zeros((1, 2)))
     policy, _ = learner.policy()
     (exported,) = policy(torch.zeros(1, 2)).detach().numpy()
-    space = make_envs(script, learner.args).single_action_space
+    space = conftest.make_envs(script, learner.args).single_action_space
     bound = space.low if side < 0 else space.high
     assert space.contains(action) and np.allclose(action, bound, atol=1e-6)
     assert np.allclose(exported, bound, atol=1e-6)
 
 
-def check_modes(make, mode, actor_updates=None):
+def modes_agree(make, mode, actor_updates=None):
     """Before, at and after capture, a mode has made exactly the updates that eager code makes.
 
     `actor_updates(updates)` is how many of them the actor has, where its step count is checked too.
     """
     learners = [make(**kwargs) for kwargs in ({}, MODES[mode])]
     for learner in learners:
-        replay_in_order(learner)
-        fill_replay(learner)
+        conftest.replay_in_order(learner)
+        conftest.fill_replay(learner)
     for update in range(1, 51):
         for learner in learners:
             torch.manual_seed(update)
@@ -250,7 +235,7 @@ def check_modes(make, mode, actor_updates=None):
                 assert correction.item() == pytest.approx(1 - 0.9**count)
 
 
-def check_fresh_draws(learner):
+def draws_afresh(learner):
     """From the same state, past capture, the same kind of update has another loss of each network each time."""
 
     def update():

@@ -1,4 +1,8 @@
-"""Helpers for tests of formulas: learners without environments, derivatives, bugs planted in copies of scripts."""
+"""Helpers for tests of formulas: learners without environments, derivatives, bugs planted in copies of scripts.
+
+Other tests compare plain and turbo with each other; tests of formulas notice errors that both share. At the end of
+their files, bugs are planted: one of each kind in CI, the others with `pytest -m planted tests/algorithms`.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +63,13 @@ def slopes(function, count):
     """The derivatives of a function of `count` numbers at 0, by central differences."""
     steps = 1e-5 * np.eye(count)
     return np.array([(function(step) - function(-step)) / 2e-5 for step in steps])
+
+
+def assert_orthogonal(weight, gain):
+    """Rows or columns are orthogonal, with this norm."""
+    weight = weight.detach().flatten(1)
+    products = weight @ weight.T if len(weight) <= weight.shape[1] else weight.T @ weight
+    torch.testing.assert_close(products, gain**2 * torch.eye(len(products)), rtol=1e-3, atol=1e-3 * gain**2)
 
 
 def planted(bugs):

@@ -2,20 +2,11 @@
 
 from functools import partial
 
+import checks
 import numpy as np
 import pytest
 import torch
-from checks import check_continues, no_waits
-from conftest import (
-    MODES,
-    PLAIN,
-    TURBO,
-    algorithm,
-    assert_learners_agree,
-    copy_networks,
-    make_envs,
-    make_learner,
-)
+from conftest import MODES, PLAIN, TURBO, algorithm, assert_learners_agree, copy_networks, make_envs, make_learner
 from test_atari_off_policy_runs import StackingPool, first_step
 from test_ppo_atari import script_games
 
@@ -115,7 +106,7 @@ def test_replays_draw_fresh_noise(mode, turbo=TURBO["sac_atari"]):
 def test_the_host_waits_for_actions_alone(turbo, mode):
     """In the steady loop, by the event of `next_actions`."""
     learner = learner_on_cuda(turbo, mode)
-    with no_waits():
+    with checks.no_waits():
         advance(turbo, learner, 3)
 
 
@@ -123,4 +114,4 @@ def test_the_host_waits_for_actions_alone(turbo, mode):
 @pytest.mark.parametrize("mode", GRAPHS)
 def test_a_checkpoint_continues_in_captured_graphs(turbo, mode):
     learner = learner_on_cuda(turbo, mode)
-    check_continues(learner, learner, partial(advance, turbo, steps=3), tolerance=1e-3)
+    checks.goes_on_when_captured(learner, learner, partial(advance, turbo, steps=3), tolerance=1e-3)

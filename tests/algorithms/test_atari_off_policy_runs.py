@@ -2,21 +2,12 @@
 
 from functools import partial
 
+import checks
 import numpy as np
 import pytest
 import torch
 from catch import BALLS, CatchFrameByFrame
-from checks import check_exploration, check_restored
-from conftest import (
-    PLAIN,
-    TURBO,
-    learner_class,
-    leaves,
-    make_envs,
-    scalars,
-    script_params,
-    stem,
-)
+from conftest import PLAIN, TURBO, learner_class, leaves, make_envs, scalars, script_params, stem
 from conftest import train as train_script
 from test_cli import refused
 from test_frame_replay import draw_all
@@ -191,7 +182,7 @@ def test_each_environment_explores_by_itself(kind, epsilon, monkeypatch):
     else:
         learner.host_actions.fill_(3)
         actions = np.stack([learner.next_actions(epsilon) for _ in range(1000)])
-    check_exploration(actions, epsilon)
+    checks.explores(actions, epsilon)
 
 
 def advance(script, learner, part):
@@ -214,7 +205,7 @@ def advance(script, learner, part):
 
 
 def test_a_restored_learner_continues_bit_by_bit(script):
-    check_restored(partial(make_learner, script), partial(advance, script))
+    checks.goes_on_when_restored(partial(make_learner, script), partial(advance, script))
 
 
 @pytest.mark.parametrize("checkpoint_replay", [True, False])

@@ -2,38 +2,16 @@
 
 from functools import partial
 
+import checks
 import conftest
 import numpy as np
 import pytest
 import torch
-from checks import (
-    OTHER_MODES,
-    check_cartpole,
-    check_exploration,
-    check_restored,
-    no_waits,
-    plain_and_turbo,
-    repeated,
-)
-from conftest import (
-    MODES,
-    DiscreteCountdown,
-    as_rows,
-    assert_close_in_norm,
-    assert_learners_agree,
-    assert_same_state,
-    copy_networks,
-    fill_replay,
-    learnt,
-    leaves,
-    make_learner,
-    replay_in_order,
-    saved,
-)
+from conftest import MODES, as_rows, assert_learners_agree, copy_networks, learnt, make_learner, replay_in_order, saved
 from torch import nn
 
 PLAIN, TURBO = conftest.PLAIN["dqn"], conftest.TURBO["dqn"]
-script = plain_and_turbo("dqn")
+script = checks.plain_and_turbo("dqn")
 WITH_EPSILON = ("dqn", "dqn_atari", "pqn", "pqn_atari")
 EXPLORERS = [scripts[name] for name in WITH_EPSILON for scripts in (conftest.PLAIN, conftest.TURBO)]
 
@@ -163,7 +141,7 @@ def test_nothing_is_learned_from_rows_that_were_never_stored(script, num_envs, t
     args = script.Args(num_envs=num_envs, train_frequency=train_frequency, run_dir=str(tmp_path), **sizes)
     script.train(args)
     learner = torch.load(next(tmp_path.glob("*/checkpoint.pt")), weights_only=True)["learner"]
-    assert all(tensor.isfinite().all() for _, tensor in leaves(learner["networks"]))
+    assert all(tensor.isfinite().all() for _, tensor in conftest.leaves(learner["networks"]))
     last, exploring = -(-args.total_timesteps // num_envs) * num_envs, args.learning_starts // num_envs * num_envs
     assert learner["updates"] == last // train_frequency - exploring // train_frequency
     assert int(learner["replay"]["stored"]) == last
@@ -193,12 +171,12 @@ def test_a_run_explores_as_scheduled(script, tmp_path, monkeypatch):
     def greedy(self, obs):
         return np.full(len(obs), 3)
 
-    def step(self, action, step=DiscreteCountdown.step):
+    def step(self, action, step=conftest.DiscreteCountdown.step):
         taken.append(int(action))
         return step(self, action)
 
     monkeypatch.setattr(script.DQN, "greedy", greedy)
-    monkeypatch.setattr(DiscreteCountdown, "step", step)
+    monkeypatch.setattr(conftest.DiscreteCountdown, "step", step)
     sizes = {"total_timesteps": 12_000, "learning_starts": 11_990, "num_envs": 4, "end_e": 0.2}
     script.train(script.Args(env_id="FourActions-v0", run_dir=str(tmp_path), **sizes))
     taken = np.array(taken)
@@ -326,7 +304,7 @@ def test_each_environment_explores_by_itself(script, epsilon):
     learner = make_learner(script, env_id="FourActions-v0", num_envs=10)
     learner.greedy = lambda obs: np.full(len(obs), 3)
     actions = np.stack([learner.act(np.zeros((10, 2)), epsilon) for _ in range(1000)])
-    check_exploration(actions, epsilon)
+    checks.explores(actions, epsilon)
 
 
 def test_actions_are_the_environments_to_keep(script):
@@ -380,7 +358,7 @@ def test_a_restored_learner_continues_bit_by_bit(script, num_envs):
                 learner.update()
         return actions
 
-    check_restored(partial(make_learner, script, num_envs=num_envs, buffer_size=15), advance)
+    checks.goes_on_when_restored(partial(make_learner, script, num_envs=num_envs, buffer_size=15), advance)
 
 
 def test_a_checkpoint_in_mid_block_loses_no_transition():
@@ -405,7 +383,7 @@ def test_resuming_continues_the_run(script, tmp_path):
 def test_cartpole_is_learned(script, tmp_path):
     sizes = {"total_timesteps": 25_000, "learning_starts": 1000, "exploration_fraction": 0.3}
     rates = {"learning_rate": 1e-3, "train_frequency": 4, "target_network_frequency": 200}
-    check_cartpole(script, tmp_path, **sizes, **rates)
+    checks.learns_cartpole(script, tmp_path, **sizes, **rates)
 
 
 def advance(learner, updates, seed=0):
@@ -423,12 +401,12 @@ CUDA = {"script": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", OTHER_MODES)
+@pytest.mark.parametrize("mode", checks.OTHER_MODES)
 def test_modes_agree(mode):
     """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
     eager, other = learners = [make_learner(**CUDA, **kwargs) for kwargs in ({}, MODES[mode])]
     for learner in learners:
-        fill_replay(learner)
+        conftest.fill_replay(learner)
         learner.replay.rows[:, 8] = (learner.replay.rows[:, 8] > 0).float()  # actions
         replay_in_order(learner)
     for update in range(1, 51):
@@ -440,7 +418,7 @@ def test_modes_agree(mode):
             assert torch.equal(other.host_q.arriving, weights(other.q).cpu())
             assert torch.equal(weights(other.host_q.network), before.cpu())
             tolerance = 1e-5 if update == 1 else 1e-4 if update < 10 else 1e-3
-            assert_close_in_norm(learnt(other), learnt(eager), tolerance, least=1e-7)
+            conftest.assert_close_in_norm(learnt(other), learnt(eager), tolerance, least=1e-7)
             assert other.optimizers["q"].corrections[0].item() == pytest.approx(1 - 0.9**update)
 
 
@@ -468,12 +446,12 @@ class TestOnCuda:
             learner.update()
             return learner.losses()["td_loss"]
 
-        assert len(set(repeated(learner, update, 20))) == 20
+        assert len(set(checks.repeated(learner, update, 20))) == 20
 
     def test_the_host_waits_for_weights_alone(self, mode):
         learner = make_learner(**CUDA, **MODES[mode])
         advance(learner, 10)
-        with no_waits():
+        with checks.no_waits():
             advance(learner, 10, seed=1)
             learner.update_target()
 
@@ -485,7 +463,7 @@ class TestOnCuda:
         learner.update()
         acting = weights(learner.host_q.network)
         learner.load_state_dict(state)
-        assert_same_state(saved(learner), state)
+        conftest.assert_same_state(saved(learner), state)
         learner.update()
         assert torch.equal(weights(learner.host_q.network), acting)  # those of `state`, which come from the device
         learner.load_state_dict(state)

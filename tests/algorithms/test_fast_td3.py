@@ -12,20 +12,7 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    MODES,
-    PLAIN_ON_DEVICE,
-    TURBO_ON_DEVICE,
-    assert_learners_agree,
-    assert_same_state,
-    load_copy,
-    make_envs,
-    make_learner,
-    one_graph_each,
-    saved,
-    scalars,
-    stem,
-)
+from conftest import assert_same_state, load_copy, make_envs, make_learner, one_graph_each, saved, scalars, stem
 from emulated_cuda import emulated_cuda
 from formulas import noticing
 from test_cli import refused
@@ -34,7 +21,7 @@ from test_training_on_cuda import check_training, no_export
 
 from instruments import __main__ as command
 
-PLAIN, TURBO = PLAIN_ON_DEVICE["fast_td3"], TURBO_ON_DEVICE["fast_td3"]
+PLAIN, TURBO = conftest.PLAIN_ON_DEVICE["fast_td3"], conftest.TURBO_ON_DEVICE["fast_td3"]
 SHORT = "tests.torch_pendulum:Short{}-v0"
 PAGE = (Path(__file__).parents[2] / "doc" / "fast_td3.md").read_text()
 each_script = pytest.mark.parametrize("script", [PLAIN, TURBO], ids=stem)
@@ -91,7 +78,7 @@ def take_step(learner, outcome, learning):
 
 def after_steps(script, steps, mode="eager", **kwargs):
     """A learner after steps of the environments, of which the first five are followed by no update."""
-    learner = make_learner(script, **kwargs, **MODES[mode])
+    learner = make_learner(script, **kwargs, **conftest.MODES[mode])
     envs = make_envs(script, learner.args)
     obs = envs.reset(1)
     with draws(learner, seed=0):
@@ -297,7 +284,7 @@ def check_equal(plain, turbo, mode="eager", steps=(6, 30), **kwargs):
         assert wanted_episodes["episodes"] > 0 or count < 10
         for name, value in wanted_episodes.items():
             torch.testing.assert_close(episodes[name], value, rtol=1e-5, atol=1e-5)
-        assert_learners_agree(wanted, got, tolerance)
+        conftest.assert_learners_agree(wanted, got, tolerance)
         torch.testing.assert_close(got.stds, wanted.stds)
         for name, statistic in wanted.actor.normalizer.state_dict().items():
             torch.testing.assert_close(got.actor.normalizer.state_dict()[name], statistic, rtol=1e-4, atol=1e-4)
@@ -364,7 +351,8 @@ def test_a_run_its_continuation_and_its_policy(script, tmp_path, capsys):
 ON_CUDA = {"policy_frequency": 3}  # more than one graph of updates
 
 
-def check_runs(script):
+@pytest.mark.thorough
+def test_training_on_cuda_is_the_same_in_all_modes_and_schedules(script=TURBO):
     with tempfile.TemporaryDirectory() as folder:
         check_training(script, Path(folder), settings=ON_CUDA, runs=[(False, False), (True, True)])
 
@@ -382,17 +370,13 @@ def test_the_host_waits_only_to_log(script=TURBO):
     assert after["replays"] - before["replays"] == 2 * 20
 
 
-@pytest.mark.thorough
-def test_training_on_cuda_is_the_same_in_all_modes_and_schedules():
-    check_runs(TURBO)
-
-
 # planted bugs
 
 check_projection = test_projection_shares_each_return_between_two_atoms
 check_returns, check_noise = test_returns_end_with_the_episode, test_each_environment_has_noise_of_its_own_size
 check_against_plain = partial(check_equal, PLAIN, steps=(6,))
 check_waits = test_the_host_waits_only_to_log
+check_runs = test_training_on_cuda_is_the_same_in_all_modes_and_schedules
 CRITICS = ("list(self.critics.values()), self.args.tau", "list(self.critics.values()), 1.0")
 BUGS = [
     (TURBO, "projection", "(1 - distances).clamp(min=0)", "(1 - distances).abs()", check_projection),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from conftest import MULTI, PLAIN, TURBO, leaves, stem
-from formulas import is_population, make_learner, name_of, noticing, pair
+from formulas import assert_orthogonal, is_population, make_learner, name_of, noticing, pair
 from test_ppo_formulas import PPO_CASES, each_ppo
 from test_q_formulas import OFF_POLICY, networks_of
 
@@ -26,10 +26,7 @@ def check_orthogonal(script, actions=None, **kwargs):
     for name, parameter in make_learner(script, actions, **SMALL | kwargs).agent.named_parameters():
         layer, _, kind = name.rpartition(".")
         if kind.startswith("weight"):
-            weight = parameter.detach().flatten(1)
-            products = weight @ weight.T if len(weight) <= weight.shape[1] else weight.T @ weight
-            wanted = gains[layer] ** 2 * torch.eye(len(products))
-            torch.testing.assert_close(products, wanted, rtol=1e-3, atol=1e-3 * gains[layer] ** 2)
+            assert_orthogonal(parameter, gains[layer])
             layers.add(layer)
         else:
             assert kind.startswith("bias") or name == "log_std"
@@ -92,8 +89,6 @@ def test_adam_has_the_networks_settings(script):
         assert got == pytest.approx((rate, eps, 0.9, 0.999))
 
 
-check_kaiming, check_copies = test_sac_for_atari_starts_with_kaimings_weights, test_target_networks_start_as_copies
-check_adam = test_adam_has_the_networks_settings
 GAIN = ("(layer.weight, gain)", "(layer.weight)")
 ONES = ("nn.init.zeros_(layer.bias)", "nn.init.ones_(layer.bias)")
 TORCHS = ("recurrent(CELLS[cell](64, HIDDEN))", "CELLS[cell](64, HIDDEN)")
@@ -110,10 +105,10 @@ BUGS = [  # script, what is wrong, what is replaced by what, who notices
     (PLAIN["ppo_lstm"], "biases that are not 0", *ONES, check_orthogonal),
     (TURBO["ppo_lstm"], "cell as torch starts it", *TORCHS, check_orthogonal),
     (PLAIN["ppo"], "deviation of another size", *SMALLER, check_orthogonal),
-    (PLAIN["sac_atari"], "Kaiming's uniform weights", *UNIFORM, check_kaiming),
-    (PLAIN["dqn"], "target networks of their own", *OWN, check_copies),
-    (TURBO["td3"], "critics that are one", *ONE, check_copies),
-    (PLAIN["ppo_atari"], "epsilon of torch", *EPS, check_adam),
-    (PLAIN["sac"], "the actor's rate for critics", *ACTORS_RATE, check_adam),
+    (PLAIN["sac_atari"], "Kaiming's uniform weights", *UNIFORM, test_sac_for_atari_starts_with_kaimings_weights),
+    (PLAIN["dqn"], "target networks of their own", *OWN, test_target_networks_start_as_copies),
+    (TURBO["td3"], "critics that are one", *ONE, test_target_networks_start_as_copies),
+    (PLAIN["ppo_atari"], "epsilon of torch", *EPS, test_adam_has_the_networks_settings),
+    (PLAIN["sac"], "the actor's rate for critics", *ACTORS_RATE, test_adam_has_the_networks_settings),
 ]
 test_a_planted_bug_is_noticed = noticing(BUGS)

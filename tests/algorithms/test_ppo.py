@@ -3,37 +3,17 @@
 import itertools
 from functools import partial
 
+import checks
 import conftest
 import numpy as np
 import pytest
 import torch
-from checks import (
-    OTHER_MODES,
-    check_continues,
-    check_minibatches,
-    check_restored,
-    check_steps,
-    columns_of,
-    plain_and_turbo,
-    repeated,
-    watch_minibatches,
-)
-from conftest import (
-    MODES,
-    assert_close_in_norm,
-    assert_learners_agree,
-    copy_networks,
-    learnt,
-    make_learner,
-    one_graph_each,
-    scalars,
-    train,
-)
+from conftest import MODES, assert_learners_agree, copy_networks, learnt, make_learner, one_graph_each, scalars, train
 from test_cli import refused
 from torch import nn
 
 PLAIN, TURBO = conftest.PLAIN["ppo"], conftest.TURBO["ppo"]
-script = plain_and_turbo("ppo")
+script = checks.plain_and_turbo("ppo")
 
 
 def roll_out(learners, seed=0):
@@ -126,7 +106,8 @@ def test_advantages_with_an_end_in_every_position():
 def test_batches_have_the_textbooks_advantages(script):
     learner = make_learner(script, num_envs=3, num_steps=20)
     roll_out([learner])
-    obs, next_obs, rewards, terminated, ended = columns_of(learner, "obs", "next_obs", "rewards", "terminated", "ended")
+    names = ("obs", "next_obs", "rewards", "terminated", "ended")
+    obs, next_obs, rewards, terminated, ended = checks.columns_of(learner, *names)
     with torch.no_grad():
         values, next_values = (learner.agent.critic(torch.from_numpy(x)).squeeze(-1).numpy() for x in (obs, next_obs))
     wanted = textbook_advantages(rewards, values, next_values, terminated, ended, 0.99, 0.95)
@@ -164,11 +145,7 @@ def test_normalizer_agrees_with_numpy_on_a_million_values(num_envs):
 OTHER_LOSSES = {"clip_vloss": False, "norm_adv": False, "ent_coef": 0.01, "bootstrap_truncation": False}
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "mode"),
-    [({}, "eager"), ({}, "compile"), (OTHER_LOSSES, "eager")],
-    ids=["default-eager", "default-compile", "other losses"],
-)
+@checks.settings({"other losses": OTHER_LOSSES})
 def test_turbo_equals_plain(kwargs, mode, monkeypatch):
     """From the same weights and rollouts, all agrees after one iteration (5 minibatches) and after ten (50)."""
     kwargs = {"num_envs": 2, "num_steps": 50, "num_minibatches": 5, "update_epochs": 1, "env_id": "Unequal-v0"} | kwargs
@@ -191,7 +168,7 @@ def test_steps_keep_the_true_last_observation_and_tell_terminal_from_truncated(
 ):
     do_not_normalize(script, monkeypatch)
     terminal = 1.0 if env_id == "Terminates-v0" else terminal
-    check_steps(script, env_id, terminal, tmp_path, bootstrap_truncation=bootstrap)
+    checks.stores_true_ends(script, env_id, terminal, tmp_path, bootstrap_truncation=bootstrap)
 
 
 def do_not_normalize(script, monkeypatch):
@@ -312,7 +289,7 @@ def test_rewards_are_scaled_by_returns_that_end_with_their_episode():
 @pytest.mark.parametrize(("target_kl", "epochs"), [(None, 4), (1e9, 4), (1e-9, 1)])
 def test_target_kl_ends_the_epochs(script, target_kl, epochs):
     learner = make_learner(script, target_kl=target_kl, update_epochs=4)
-    minibatches = watch_minibatches(learner)
+    minibatches = checks.watch_minibatches(learner)
     roll_out([learner])
     learner.update(1e-3)
     assert len(minibatches) == epochs * 4
@@ -321,12 +298,12 @@ def test_target_kl_ends_the_epochs(script, target_kl, epochs):
 def test_every_minibatch_is_drawn_once_an_epoch(script):
     learner = make_learner(script, update_epochs=3, num_minibatches=4)
     if script is PLAIN:
-        drawn = watch_minibatches(learner, lambda batch: batch["actions"].clone())
+        drawn = checks.watch_minibatches(learner, lambda batch: batch["actions"].clone())
     else:
-        drawn = watch_minibatches(learner, lambda: learner.minibatch.split(learner.batch_widths, -1)[1].clone())
+        drawn = checks.watch_minibatches(learner, lambda: learner.minibatch.split(learner.batch_widths, -1)[1].clone())
     roll_out([learner])
     learner.update(1e-3)
-    check_minibatches(drawn, 32)
+    checks.draws_all_rows(drawn, 32)
 
 
 def test_a_restored_learner_continues_bit_by_bit(script):
@@ -336,7 +313,7 @@ def test_a_restored_learner_continues_bit_by_bit(script):
             roll_out([learner], seed=10 * part + i)
             learner.update(1e-3)
 
-    check_restored(partial(make_learner, script), advance)
+    checks.goes_on_when_restored(partial(make_learner, script), advance)
 
 
 def test_the_policy_normalizes_and_clips_as_the_learner_does(script):
@@ -396,7 +373,7 @@ def vector(module):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", OTHER_MODES)
+@pytest.mark.parametrize("mode", checks.OTHER_MODES)
 @pytest.mark.parametrize("target_kl", [None, 1e9])
 @pytest.mark.parametrize("iterations", [1, 3, 10])
 def test_modes_agree(mode, target_kl, iterations, monkeypatch):
@@ -405,7 +382,7 @@ def test_modes_agree(mode, target_kl, iterations, monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda shape, device: order.expand(shape))
     wanted, got = train_on_cuda(iterations, target_kl), train_on_cuda(iterations, target_kl, **MODES[mode])
     assert got.optimizers["agent"].corrections[0].item() == pytest.approx(1 - 0.9 ** (4 * iterations + 1))
-    assert_close_in_norm(learnt(got), learnt(wanted), 1e-5 if iterations == 1 else 1e-3, least=1e-6)
+    conftest.assert_close_in_norm(learnt(got), learnt(wanted), 1e-5 if iterations == 1 else 1e-3, least=1e-6)
 
 
 @pytest.mark.gpu
@@ -418,7 +395,7 @@ def test_replays_shuffle_afresh(mode):
         learner.update(1e-3)
         return vector(learner.agent).sum().item()
 
-    assert len(set(repeated(learner, update, 5))) == 5
+    assert len(set(checks.repeated(learner, update, 5))) == 5
 
 
 @pytest.mark.gpu
@@ -437,4 +414,4 @@ def test_a_checkpoint_continues_in_captured_graphs(mode):
         roll_out([learner], seed=7)
         learner.update(1e-3)
 
-    check_continues(train_on_cuda(5, **MODES[mode]), train_on_cuda(0), advance)
+    checks.goes_on_when_captured(train_on_cuda(5, **MODES[mode]), train_on_cuda(0), advance)

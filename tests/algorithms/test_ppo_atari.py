@@ -5,38 +5,18 @@ import json
 from functools import partial
 from unittest.mock import patch
 
+import checks
 import conftest
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from checks import (
-    OTHER_MODES,
-    check_continues,
-    check_minibatches,
-    check_restored,
-    no_waits,
-    plain_and_turbo,
-    watch_minibatches,
-)
-from conftest import (
-    MODES,
-    assert_close_in_norm,
-    assert_learners_agree,
-    clones,
-    copy_networks,
-    learnt,
-    leaves,
-    make_learner,
-    one_graph_each,
-    scalars,
-    train,
-)
+from conftest import MODES, assert_close_in_norm, clones, copy_networks, learnt, make_learner, scalars, train
 from test_cli import refused
 from test_ppo import fix_order, textbook_advantages
 
 PLAIN, TURBO = conftest.PLAIN["ppo_atari"], conftest.TURBO["ppo_atari"]
-script = plain_and_turbo("ppo_atari")
+script = checks.plain_and_turbo("ppo_atari")
 SHAPE = (4, 84, 84)
 GAMES = ("..l...g....", "t..lg.x.ll.", "...........", "xtlg.......")
 MEANING = {  # of a step: terminated and truncated of the five that envpool returns, info["terminated"]
@@ -256,7 +236,7 @@ def test_a_minibatch_without_a_valid_row_changes_nothing(script):
         learner.act(t, obs)
         learner.record(t, np.ones(2), np.zeros(2, bool), np.zeros(2, bool), np.ones(2, bool))
     learner.update(1e-3, obs)
-    for name, tensor in leaves(conftest.networks(learner)):
+    for name, tensor in conftest.leaves(conftest.networks(learner)):
         assert torch.equal(tensor, before[name])
     losses = learner.losses()
     assert losses.pop("explained_variance") != 0 and set(losses.values()) == {0.0}
@@ -306,20 +286,16 @@ OTHER_LOSSES = {"clip_vloss": False, "norm_adv": False}
 def test_turbo_equals_plain_in_double_precision(kwargs, monkeypatch, double_precision):
     """From the same weights and rollouts, to rounding."""
     for plain, turbo in update_both(monkeypatch, **kwargs):
-        assert_learners_agree(plain, turbo, tolerance=1e-9)
+        conftest.assert_learners_agree(plain, turbo, tolerance=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "mode"),
-    [({}, "eager"), ({}, "compile"), (OTHER_LOSSES, "eager")],
-    ids=["default-eager", "default-compile", "other losses"],
-)
+@checks.settings({"other losses": OTHER_LOSSES})
 def test_turbo_equals_plain(kwargs, mode, monkeypatch):
     """From the same weights and rollouts, parameters agree after each iteration, of 5 minibatches.
 
     Gradients and losses agree less: in float32 rounding decides on which side of 0 some units are.
     """
-    with one_graph_each({"eager": 0, "compile": 2}[mode]):  # acting, update
+    with conftest.one_graph_each({"eager": 0, "compile": 2}[mode]):  # acting, update
         for plain, turbo in update_both(monkeypatch, mode, **kwargs):
             got, wanted = (torch.cat([w.flatten() for w in learner.agent.parameters()]) for learner in (turbo, plain))
             assert_close_in_norm({"agent": got}, {"agent": wanted}, 3e-5)
@@ -351,7 +327,7 @@ def test_actions_are_drawn_by_their_probabilities(script):
 @pytest.mark.parametrize(("target_kl", "epochs"), [(None, 4), (1e9, 4), (1e-9, 1)])
 def test_target_kl_ends_the_epochs(script, target_kl, epochs):
     learner = make_learner(script, target_kl=target_kl, update_epochs=4)
-    minibatches = watch_minibatches(learner)
+    minibatches = checks.watch_minibatches(learner)
     learner.update(1e-3, roll_out([learner], make_envs(script, 2)))
     assert len(minibatches) == epochs * 4
 
@@ -359,11 +335,11 @@ def test_target_kl_ends_the_epochs(script, target_kl, epochs):
 def test_every_transition_is_drawn_once_an_epoch(script):
     learner = make_learner(script, update_epochs=3)
     if script is PLAIN:
-        drawn = watch_minibatches(learner, lambda rows: rows["log_prob"])
+        drawn = checks.watch_minibatches(learner, lambda rows: rows["log_prob"])
     else:
-        drawn = watch_minibatches(learner, lambda: learner.batch["log_prob"][learner.rows])
+        drawn = checks.watch_minibatches(learner, lambda: learner.batch["log_prob"][learner.rows])
     learner.update(1e-3, roll_out([learner], make_envs(script, 2)))
-    check_minibatches(drawn, 32)
+    checks.draws_all_rows(drawn, 32)
 
 
 def test_a_restored_learner_continues_bit_by_bit(script):
@@ -374,7 +350,7 @@ def test_a_restored_learner_continues_bit_by_bit(script):
             obs = roll_out([learner], envs, obs)
             learner.update(1e-3, obs)
 
-    check_restored(partial(make_learner, script), advance)
+    checks.goes_on_when_restored(partial(make_learner, script), advance)
 
 
 @pytest.fixture
@@ -383,34 +359,9 @@ def envpool(monkeypatch):
     monkeypatch.undo()
 
 
-def short_games(monkeypatch, steps):
-    """From now on games end after so many steps."""
-    import envpool
-
-    monkeypatch.setattr(envpool, "make", partial(envpool.make, max_episode_steps=steps))
-
-
 @pytest.mark.usefixtures("envpool")
 class TestEnvpool:
     """Breakout itself."""
-
-    def test_lives_games_and_time_limits(self, script, monkeypatch):
-        short_games(monkeypatch, 60)
-        envs = make_envs(script, 4, seed=1)
-        obs, _ = envs.reset()
-        assert obs.dtype == np.uint8 and obs.shape == (4, *SHAPE)
-        generator = np.random.default_rng(0)
-        ends = np.zeros(3, int)
-        ended = np.zeros(4, bool)
-        for _ in range(400):
-            _, rewards, terminated, truncated, infos = envs.step(generator.integers(0, 4, 4))
-            assert (infos["is_reset"] == ended).all()
-            assert not (rewards[ended].any() or infos["raw_rewards"][ended].any())
-            ended = terminated | truncated
-            assert not (ended & infos["is_reset"]).any() and not (terminated & truncated).any()
-            assert (infos["game_ended"] <= ended).all()
-            ends += (terminated.sum(), truncated.sum(), infos["game_ended"].sum())
-        assert (ends[:2] > 5).all() and ends[2] == ends[1]  # nobody loses five lives in 60 steps
 
     def test_games_are_seeded(self, script):
         def frames(seed):
@@ -483,7 +434,7 @@ def advance_on_cuda(learner, iterations):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", OTHER_MODES)
+@pytest.mark.parametrize("mode", checks.OTHER_MODES)
 @pytest.mark.parametrize("target_kl", [None, 1e9])
 @pytest.mark.parametrize("iterations", [1, 6])
 def test_modes_agree(mode, target_kl, iterations):
@@ -508,7 +459,7 @@ def test_replays_draw_fresh_noise(mode):
 def test_the_host_waits_for_actions_alone(mode):
     """In the steady loop, by the event of `act`."""
     learner = train_on_cuda(5, **MODES[mode])
-    with no_waits():
+    with checks.no_waits():
         advance_on_cuda(learner, 2)
 
 
@@ -516,4 +467,4 @@ def test_the_host_waits_for_actions_alone(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_continues_in_captured_graphs(mode):
     learner = train_on_cuda(5, **MODES[mode])
-    check_continues(learner, learner, partial(advance_on_cuda, iterations=1))
+    checks.goes_on_when_captured(learner, learner, partial(advance_on_cuda, iterations=1))

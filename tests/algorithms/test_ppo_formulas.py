@@ -1,28 +1,14 @@
-"""PPO's losses and gradients equal the paper's formulas, in NumPy and float64, on handmade rows.
-
-Other tests compare plain and turbo with each other; these tests notice errors that both share. At the end, bugs are
-planted in copies of the scripts: one of each kind in CI, the others with `pytest -m planted tests/algorithms`.
-"""
+"""PPO's losses and gradients equal the paper's formulas, in NumPy and float64, on handmade rows."""
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from conftest import MULTI, PLAIN, TURBO, gradients, stem
-from formulas import (
-    CONTINUOUS,
-    DISCRETE,
-    IMAGES,
-    double,
-    images,
-    make_learner,
-    name_of,
-    noticing,
-    pair,
-    slopes,
-)
+from formulas import CONTINUOUS, DISCRETE, IMAGES, double, images, make_learner, name_of, noticing, pair, slopes
 
 CLIP, ENT_COEF, VF_COEF = 0.2, 0.02, 0.7
 LOG_STD = np.array([-0.5, 0.0, 0.3])
@@ -180,7 +166,9 @@ def make_ppo(script, actions, **kwargs):
     return learner, Rows(learner, discrete=actions is DISCRETE)
 
 
-def check_ppo(script, actions, norm_adv=True, clip_vloss=True):
+@each_ppo
+@pytest.mark.parametrize(("norm_adv", "clip_vloss"), [(True, True), (False, False)], ids=["default", "other"])
+def test_ppo_computes_the_papers_losses_and_gradients(script, actions, norm_adv, clip_vloss):
     """Losses of arXiv:1707.06347 and statistics, and the gradients of biases and log_std after two minibatches.
 
     The latter are in Adam's first moments, 0.1 times the second one and 0.09 times the first one.
@@ -213,12 +201,6 @@ def check_ppo(script, actions, norm_adv=True, clip_vloss=True):
 
 
 @each_ppo
-@pytest.mark.parametrize("flags", [(True, True), (False, False)], ids=["default", "other"])
-def test_ppo_computes_the_papers_losses_and_gradients(script, actions, flags):
-    check_ppo(script, actions, *flags)
-
-
-@each_ppo
 def test_the_entropy_bonus_raises_entropy(script, actions):
     """Without advantages and value loss an update raises the entropy."""
     learner, rows = make_ppo(script, actions, vf_coef=0.0, norm_adv=False)
@@ -247,7 +229,8 @@ def of_ppo(check):
     return lambda script: check(script, next(own for known, own in PPO_CASES if stem(known) == stem(script)))
 
 
-TESTS = (check_ppo, test_the_entropy_bonus_raises_entropy, test_ppo_clips_the_gradient)
+check_losses = partial(test_ppo_computes_the_papers_losses_and_gradients, norm_adv=True, clip_vloss=True)
+TESTS = (check_losses, test_the_entropy_bonus_raises_entropy, test_ppo_clips_the_gradient)
 LOSSES, ENTROPY, CLIPPING = map(of_ppo, TESTS)
 VALUE_CLIP = ("torch.max(errors, (clipped_values", "torch.min(errors, (clipped_values")
 BONUS = ("- self.args.ent_coef * entropy", "+ self.args.ent_coef * entropy")

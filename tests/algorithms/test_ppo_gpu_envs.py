@@ -10,20 +10,7 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    MODES,
-    PLAIN_ON_DEVICE,
-    TURBO_ON_DEVICE,
-    assert_close_in_norm,
-    assert_same_state,
-    clones,
-    load_copy,
-    make_learner,
-    networks,
-    one_graph_each,
-    scalars,
-    stem,
-)
+from conftest import assert_close_in_norm, clones, load_copy, make_learner, networks, one_graph_each, scalars, stem
 from emulated_cuda import emulated_cuda
 from formulas import noticing
 from test_cli import refused
@@ -34,7 +21,7 @@ from test_training_on_cuda import check_against_cpu, check_training, no_export
 from instruments import __main__ as command
 from leanrl import ppo_continuous_action
 
-PLAIN, TURBO = PLAIN_ON_DEVICE["ppo_gpu"], TURBO_ON_DEVICE["ppo_gpu"]
+PLAIN, TURBO = conftest.PLAIN_ON_DEVICE["ppo_gpu"], conftest.TURBO_ON_DEVICE["ppo_gpu"]
 PAGE = Path(__file__).parents[2] / "doc" / "ppo_gpu_envs.md"
 SHORT = "tests.torch_pendulum:Short{}-v0"
 VARIANTS = ["", "Asymmetric", "NextStep", "Disabled", "WithoutFinal"]
@@ -59,7 +46,7 @@ def transitions_of(script, variant, steps=60):
     return [torch.stack(world) for world in worlds]
 
 
-def check_modes(script):
+def test_all_autoreset_modes_give_the_same_transitions(script=PLAIN):
     """All autoreset modes give the same transitions, with the true last observations."""
     wanted = transitions_of(script, "")
     for world in wanted:
@@ -79,10 +66,6 @@ def check_modes(script):
         ended = world[:, -1:] == 1
         assert torch.equal(got[:, 3:6], torch.where(ended, world[:, :3], world[:, 3:6]))
         assert torch.equal(got[:, 6:], world[:, 6:])
-
-
-def test_all_autoreset_modes_give_the_same_transitions():
-    check_modes(PLAIN)
 
 
 @pytest.mark.thorough
@@ -310,7 +293,7 @@ def check_turbo(script, variant="", plain_script=PLAIN, mode="eager", **settings
         fix_order(monkeypatch)
         wanted, plain = run(plain_script, folder, **settings)
         torch.manual_seed(0)
-        got, turbo = run(script, folder, **settings, **MODES[mode])
+        got, turbo = run(script, folder, **settings, **conftest.MODES[mode])
     assert len(got) == len(wanted) == 6
     for iteration, (values, others) in enumerate(zip(got, wanted, strict=True)):
         assert values == pytest.approx(others, rel=1e-3, abs=1e-4), iteration
@@ -384,7 +367,7 @@ def iteration_counts(script, folder, variant="", num_steps=8, **settings):
     return after - before, inner_after - inner_before
 
 
-def check_counts(script, folder=None, **settings):
+def check_counts(script, **settings):
     """The host waits once per iteration, for the log, and an environment step replays two graphs."""
     with tempfile.TemporaryDirectory() as folder:
         total, inner = iteration_counts(script, folder, **settings)
@@ -434,12 +417,10 @@ def test_a_run_its_continuation_and_its_policy(script, tmp_path, capsys):
 
 
 def check_restored(learner, checkpoint):
-    for state in (learner.state_dict(), checkpoint["learner"]):
-        assert state["updates"] == 3
-    assert_same_state(
-        {key: learner.state_dict()[key] for key in ("networks", "optimizers")},
-        {key: checkpoint["learner"][key] for key in ("networks", "optimizers")},
-    )
+    state, saved = learner.state_dict(), checkpoint["learner"]
+    assert state["updates"] == saved["updates"] == 3
+    for name in ("networks", "optimizers"):
+        conftest.assert_same_state(state[name], saved[name])
 
 
 @pytest.mark.thorough
@@ -459,7 +440,7 @@ def test_ppo_balances_a_pendulum(script, tmp_path):
 
 check_steps_that_only_reset = test_steps_that_only_reset_change_nothing
 check_learning_rate, check_asymmetric = test_the_learning_rate_follows_the_divergence, test_the_critic_may_see_more
-check_update = test_an_update_is_that_of_ppo
+check_update, check_modes = test_an_update_is_that_of_ppo, test_all_autoreset_modes_give_the_same_transitions
 NEXT_EPISODES = ("torch.where(ended[:, None], final_obs, obs)", "obs")
 NOT_MASKED = ("masked_mean(gains, valid)", "gains.mean()")
 BUGS = [

@@ -4,39 +4,13 @@ import itertools
 from functools import partial
 from types import SimpleNamespace
 
+import checks
 import conftest
 import numpy as np
 import pytest
 import torch
-from checks import (
-    OTHER_MODES,
-    check_cartpole,
-    check_continues,
-    check_minibatches,
-    check_restored,
-    check_steps,
-    no_waits,
-    repeated,
-    watch_minibatches,
-)
-from conftest import (
-    ATARI,
-    MODES,
-    PLAIN,
-    TURBO,
-    algorithm,
-    assert_close_in_norm,
-    assert_learners_agree,
-    clones,
-    copy_networks,
-    gradients,
-    learnt,
-    leaves,
-    networks,
-    one_graph_each,
-    stem,
-)
-from formulas import images, make_learner, noticing, pair
+from conftest import MODES, PLAIN, TURBO, clones, gradients, learnt, networks, one_graph_each, stem
+from formulas import assert_orthogonal, images, make_learner, noticing, pair
 from test_cli import refused
 from test_ppo import fix_order
 from torch import nn
@@ -246,9 +220,9 @@ def test_every_transition_is_drawn_once_an_epoch(script):
             return rows[0]["targets"].clone()
         return learner.batch["targets"][learner.rows] if is_atari(learner) else learner.minibatch[:, -1].clone()
 
-    drawn = watch_minibatches(learner, targets)
+    drawn = checks.watch_minibatches(learner, targets)
     update(learner, steps, 1e-3)
-    check_minibatches(drawn, 24)
+    checks.draws_all_rows(drawn, 24)
 
 
 @pytest.mark.parametrize("script", pair("pqn_atari"), ids=stem)
@@ -276,7 +250,7 @@ def test_a_rollout_of_steps_that_start_an_episode_changes_nothing(script):
     steps.is_reset[:] = True
     roll_out(learner, steps)
     update(learner, steps, 1e-3)
-    for name, tensor in leaves(networks(learner)):
+    for name, tensor in conftest.leaves(networks(learner)):
         assert torch.equal(tensor, before[name])
     assert set(learner.losses().values()) == {0.0}
 
@@ -284,7 +258,7 @@ def test_a_rollout_of_steps_that_start_an_episode_changes_nothing(script):
 def update_both(name, monkeypatch, mode="eager", iterations=10, **kwargs):
     """Plain and turbo after each iteration, 8 minibatches, with the same rollouts and minibatches."""
     plain, turbo = make(PLAIN[name], **kwargs), make(TURBO[name], **kwargs, **MODES[mode])
-    copy_networks(plain, turbo)
+    conftest.copy_networks(plain, turbo)
     fix_order(monkeypatch)
     for iteration in range(iterations):
         steps = random_steps(plain, seed=iteration)
@@ -297,17 +271,13 @@ def update_both(name, monkeypatch, mode="eager", iterations=10, **kwargs):
 OTHER = {"q_lambda": 0.0, "max_grad_norm": 0.1}
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "mode"),
-    [({}, "eager"), ({}, "compile"), (OTHER, "eager")],
-    ids=["default-eager", "default-compile", "other"],
-)
+@checks.settings({"other": OTHER})
 def test_turbo_equals_plain(kwargs, mode, monkeypatch):
     """From the same weights and rollouts, all agrees after one iteration (8 minibatches) and after ten (80)."""
     with one_graph_each(int(mode == "compile")):
         for iteration, learners in enumerate(update_both("pqn", monkeypatch, mode, **kwargs)):
             if iteration in (0, 9):
-                assert_learners_agree(*learners, tolerance=1e-5 if iteration == 0 else 1e-4)
+                conftest.assert_learners_agree(*learners, tolerance=1e-5 if iteration == 0 else 1e-4)
 
 
 @pytest.mark.usefixtures("double_precision")
@@ -315,7 +285,7 @@ def test_turbo_equals_plain(kwargs, mode, monkeypatch):
 def test_turbo_equals_plain_on_images_in_double_precision(kwargs, monkeypatch):
     """From the same weights and rollouts, to float32's precision, which RAdam's step sizes have."""
     for learners in update_both("pqn_atari", monkeypatch, iterations=3, **kwargs):
-        assert_learners_agree(*learners, tolerance=1e-6)
+        conftest.assert_learners_agree(*learners, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
@@ -324,7 +294,7 @@ def test_turbo_equals_plain_on_images(mode, monkeypatch):
     with one_graph_each({"eager": 0, "compile": 2}[mode]):  # acting, update
         for plain, turbo in update_both("pqn_atari", monkeypatch, mode, iterations=3):
             got, wanted = (torch.cat([w.flatten() for w in learner.q.parameters()]) for learner in (turbo, plain))
-            assert_close_in_norm({"q": got}, {"q": wanted}, 3e-5)
+            conftest.assert_close_in_norm({"q": got}, {"q": wanted}, 3e-5)
             assert turbo.losses() == pytest.approx(plain.losses(), rel=1e-2, abs=1e-4)
 
 
@@ -333,12 +303,10 @@ def test_the_network_starts_orthogonal(script):
     """Weights have orthogonal rows or columns of norm sqrt(2), biases are 0, and LayerNorm changes nothing at first."""
     layers = [layer for layer in make(script).q.modules() if hasattr(layer, "weight")]
     normed = layers[1::2]
-    assert len(layers) == (9 if algorithm(script) in ATARI else 5)
+    assert len(layers) == (9 if conftest.algorithm(script) in conftest.ATARI else 5)
     assert all(isinstance(layer, nn.LayerNorm) and (layer.weight == 1).all() for layer in normed)
     for layer in layers[::2]:
-        weight = layer.weight.detach().flatten(1)
-        products = weight @ weight.T if len(weight) <= weight.shape[1] else weight.T @ weight
-        torch.testing.assert_close(products, 2 * torch.eye(len(products)), rtol=1e-3, atol=2e-3)
+        assert_orthogonal(layer.weight, gain=2**0.5)
     assert all((layer.bias == 0).all() for layer in layers)
 
 
@@ -357,7 +325,7 @@ def test_the_network_is_its_formula():
     np.testing.assert_allclose(values_of(learner, obs), x @ weight.T + bias, rtol=1e-4, atol=1e-5)
 
 
-def check_host_network(script):
+def test_the_network_on_the_host_is_that_of_torch(script=TURBO["pqn"]):
     """The network on the host is that of torch, for any weights."""
     learner = make(script)
     for parameter in learner.q.parameters():
@@ -367,11 +335,7 @@ def check_host_network(script):
     np.testing.assert_allclose(learner.host_values(obs[0]), values_of(learner, obs)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_the_network_on_the_host_is_that_of_torch():
-    check_host_network(TURBO["pqn"])
-
-
-def check_image_norm(script):
+def test_images_are_normalized_as_torch_does(script=TURBO["pqn_atari"]):
     """LayerNorm of images is torch's, whether channels are first or last in memory."""
     shape = (3, 5, 5)
     layer, wanted = script.ImageLayerNorm(shape), nn.LayerNorm(shape)
@@ -384,11 +348,9 @@ def check_image_norm(script):
         assert (got - wanted(x)).abs().max() < 1e-5
 
 
-def test_images_are_normalized_as_torch_does():
-    check_image_norm(TURBO["pqn_atari"])
-
-
-def check_radam(script, max_grad_norm=1e9, compile=False):
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("max_grad_norm", [1e9, 1.0])
+def test_radam_is_torchs(max_grad_norm, compile, script=TURBO["pqn"]):
     """50 steps, the first five of them without rectification, are torch's, with other gradients and rates in each."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -419,12 +381,6 @@ def check_radam(script, max_grad_norm=1e9, compile=False):
             for w, parameter in zip(weights, wanted, strict=True):
                 torch.testing.assert_close(w.detach(), parameter.detach(), rtol=1e-6, atol=1e-7)
     assert max_grad_norm == 1e9 or min(norms) < max_grad_norm < max(norms)
-
-
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("max_grad_norm", [1e9, 1.0])
-def test_radam_is_torchs(max_grad_norm, compile):
-    check_radam(TURBO["pqn"], max_grad_norm, compile)
 
 
 def test_late_steps_of_radam_are_torchs():
@@ -489,13 +445,13 @@ def test_a_restored_learner_continues_bit_by_bit(script):
                 learner.act(steps.obs[0], 0.5)
             update(learner, steps, 1e-3)
 
-    check_restored(partial(make, script), advance)
+    checks.goes_on_when_restored(partial(make, script), advance)
 
 
 @pytest.mark.parametrize("env_id", ["DiscreteTruncates-v0", "DiscreteTerminates-v0"])
 @pytest.mark.parametrize("script", pair("pqn"), ids=stem)
 def test_steps_keep_the_true_last_observation_and_tell_terminal_from_truncated(script, env_id, tmp_path):
-    check_steps(script, env_id, env_id == "DiscreteTerminates-v0", tmp_path)
+    checks.stores_true_ends(script, env_id, env_id == "DiscreteTerminates-v0", tmp_path)
 
 
 @pytest.mark.parametrize(("env_id", "value"), [("BlindDiscreteTruncates-v0", 2), ("BlindDiscreteTerminates-v0", 1.5)])
@@ -520,7 +476,7 @@ def test_minibatches_have_the_same_size(script, tmp_path, capsys):
 @pytest.mark.parametrize("script", pair("pqn"), ids=stem)
 def test_cartpole_is_learned(script, tmp_path):
     sizes = {"total_timesteps": 40_000, "num_envs": 4, "num_steps": 64, "exploration_fraction": 0.3}
-    check_cartpole(script, tmp_path, learning_rate=2e-3, **sizes)
+    checks.learns_cartpole(script, tmp_path, learning_rate=2e-3, **sizes)
 
 
 def train_on_cuda(name, iterations, **mode):
@@ -542,14 +498,14 @@ each_name = pytest.mark.parametrize("name", NAMES)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", OTHER_MODES)
+@pytest.mark.parametrize("mode", checks.OTHER_MODES)
 @pytest.mark.parametrize("iterations", [1, 3, 8])
 @each_name
 def test_modes_agree(name, iterations, mode):
     """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
     wanted, got = train_on_cuda(name, iterations), train_on_cuda(name, iterations, **MODES[mode])
     assert got.optimizers["q"].steps.item() == 4 * iterations
-    assert_close_in_norm(learnt(got), learnt(wanted), 1e-5 if iterations == 1 else 1e-3, least=1e-6)
+    conftest.assert_close_in_norm(learnt(got), learnt(wanted), 1e-5 if iterations == 1 else 1e-3, least=1e-6)
 
 
 @pytest.mark.gpu
@@ -565,7 +521,7 @@ def test_replays_shuffle_afresh(name, mode):
         update(learner, steps, 1e-3)
         return learner.losses()["td_loss"]
 
-    assert len(set(repeated(learner, roll_out_and_update, 5))) == 5
+    assert len(set(checks.repeated(learner, roll_out_and_update, 5))) == 5
 
 
 @pytest.mark.gpu
@@ -573,7 +529,7 @@ def test_replays_shuffle_afresh(name, mode):
 def test_the_host_waits_for_actions_alone(mode, name="pqn_atari"):
     """In the steady loop, by the event of `act`."""
     learner = train_on_cuda(name, 5, **MODES[mode])
-    with no_waits():
+    with checks.no_waits():
         advance_on_cuda(learner, range(2))
 
 
@@ -582,38 +538,38 @@ def test_the_host_waits_for_actions_alone(mode, name="pqn_atari"):
 @each_name
 def test_a_checkpoint_continues_in_captured_graphs(name, mode):
     captured, new = train_on_cuda(name, 5, **MODES[mode]), train_on_cuda(name, 0)
-    check_continues(captured, new, partial(advance_on_cuda, seeds=[7]))
+    checks.goes_on_when_captured(captured, new, partial(advance_on_cuda, seeds=[7]))
 
 
-check_loss, check_descent = test_the_loss_is_the_mean_squared_td_error, test_updates_descend
-check_clipping, check_acting = test_gradients_are_clipped, test_a_share_of_the_actions_is_random
+check_host_network = test_the_network_on_the_host_is_that_of_torch
+check_loss = test_the_loss_is_the_mean_squared_td_error
+check_radam = partial(test_radam_is_torchs, 1e9, False)
+check_acting = test_a_share_of_the_actions_is_random
 TERMINATED = ' * (1 - rollout["terminated"])'
 NO_END = (TERMINATED, "", check_targets)
 GO_ON = (' * (1 - rollout["ended"][t])', "", check_targets)
 SWAPPED = (".lerp(target, weight)", ".lerp(target, 1 - weight)", check_targets)
 CLIPPED = ("clip_grad_norm_(self.q.parameters(), self.args.max_grad_norm)", "clip_grad_norm_(self.q.parameters(), 1e9)")
-SUM = ("(q - targets).square().mean()", "(q - targets).square().sum()", check_loss)
 ALL_ROWS = ('.square(), rows["valid"])', ".square(), torch.ones_like(q))", check_loss)
-PAPERS = ("length > 5 ", "length > 4 ", check_radam)
 EPSILON = ("self.v.sqrt() + self.eps", "(self.v + self.eps).sqrt()", check_radam)
 RECTIFIED = ("(rectification.clamp(min=0) * correction2)", "correction2", check_radam)
 SAME_STEP = ('rollout["values"][1:]', 'rollout["values"][:-1]', check_targets)
 NOT_KEPT = ('self.host_columns["actions"].numpy()[t] = actions', "pass", check_acting)
-EXCHANGED = ("self.weight.permute(1, 2, 0)", "self.weight.permute(2, 1, 0)", check_image_norm)
+EXCHANGED = ("self.weight.permute(1, 2, 0)", "self.weight.permute(2, 1, 0)")
 BUGS = [  # algorithm, what is wrong, what is replaced by what, who notices
     (PLAIN["pqn"], "no end of episodes", *NO_END),
     (PLAIN["pqn"], "truncation is termination", TERMINATED, ' * (1 - rollout["ended"])', check_targets),
     (PLAIN["pqn"], "returns go on in the next episode", *GO_ON),
     (PLAIN["pqn"], "lambda is the weight of one step", *SWAPPED),
-    (PLAIN["pqn"], "sign of the loss", "td_loss.backward()", "(-td_loss).backward()", check_descent),
+    (PLAIN["pqn"], "sign of the loss", "td_loss.backward()", "(-td_loss).backward()", test_updates_descend),
     (PLAIN["pqn"], "greedy where actions explore", "< exploration", ">= exploration", check_acting),
-    (PLAIN["pqn"], "gradients are not clipped", *CLIPPED, check_clipping),
+    (PLAIN["pqn"], "gradients are not clipped", *CLIPPED, test_gradients_are_clipped),
     (TURBO["pqn"], "no end of episodes", " * (1 - terminated)", "", check_targets),
     (TURBO["pqn"], "returns go on after the rollout", "self.weights[-1] = 0", "pass", check_targets),
     (TURBO["pqn"], "returns go on in the next episode", "self.weights * (1 - ended)", "self.weights", check_targets),
-    (TURBO["pqn"], "a sum instead of the mean", *SUM),
-    (TURBO["pqn"], "sign of the loss", "gradient(td_loss)", "gradient(-td_loss)", check_descent),
-    (TURBO["pqn"], "the paper's threshold", *PAPERS),
+    (TURBO["pqn"], "a sum instead of the mean", "targets).square().mean()", "targets).square().sum()", check_loss),
+    (TURBO["pqn"], "sign of the loss", "gradient(td_loss)", "gradient(-td_loss)", test_updates_descend),
+    (TURBO["pqn"], "the paper's threshold", "length > 5 ", "length > 4 ", check_radam),
     (TURBO["pqn"], "epsilon inside of the root", *EPSILON),
     (TURBO["pqn"], "no rectification", *RECTIFIED),
     (TURBO["pqn"], "normalization without bias", "* scale + shift", "* scale", check_host_network),
@@ -623,8 +579,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who notices
     (TURBO["pqn_atari"], "actions that are not kept", *NOT_KEPT),
     (TURBO["pqn_atari"], "no end of episodes", *NO_END),
     (TURBO["pqn_atari"], "returns go on after the rollout", "        weights[-1] = 0\n", "", check_targets),
-    (TURBO["pqn_atari"], "sign of the loss", "gradient(td_loss)", "gradient(-td_loss)", check_descent),
-    (TURBO["pqn_atari"], "rows and columns are exchanged", *EXCHANGED),
+    (TURBO["pqn_atari"], "sign of the loss", "gradient(td_loss)", "gradient(-td_loss)", test_updates_descend),
+    (TURBO["pqn_atari"], "rows and columns are exchanged", *EXCHANGED, test_images_are_normalized_as_torch_does),
     (PLAIN["pqn_atari"], "steps that start an episode are learned", *ALL_ROWS),
     (PLAIN["pqn_atari"], "no end of episodes", *NO_END),
     (PLAIN["pqn_atari"], "returns go on in the next episode", *GO_ON),

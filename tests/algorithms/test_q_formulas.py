@@ -1,27 +1,12 @@
-"""SAC's, TD3's and DQN's losses and gradients equal the papers' formulas, in NumPy and float64.
-
-Other tests compare plain and turbo with each other; these tests notice errors that both share. At the end, bugs are
-planted in copies of the scripts: one of each kind in CI, the others with `pytest -m planted tests/algorithms`.
-"""
+"""SAC's, TD3's and DQN's losses and gradients equal the papers' formulas, in NumPy and float64."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, PLAIN, POPULATION, TURBO, gradients, leaves, networks, stem, unstacked
-from formulas import (
-    MIDDLE,
-    SCALE,
-    double,
-    images,
-    is_population,
-    make_learner,
-    name_of,
-    noticing,
-    pair,
-    slopes,
-)
+from conftest import ATARI, PLAIN, POPULATION, TURBO, clones, gradients, leaves, networks, stem, unstacked
+from formulas import MIDDLE, SCALE, double, images, is_population, make_learner, name_of, noticing, pair, slopes
 
 ROWS, GAMMA, ALPHA = 12, 0.9, 0.6
 RATES = {"sac": ("policy_lr", "q_lr"), "td3": ("learning_rate",), "dqn": ("learning_rate",)}
@@ -331,23 +316,19 @@ def test_dqn_computes_the_papers_loss_and_gradient(script):
     assert_gradient(learner, "q", [bias], td_loss)
 
 
-def copied(learner):
-    return {path: tensor.detach().clone() for path, tensor in leaves(networks_of(learner))}
-
-
 @pytest.mark.parametrize("script", OFF_POLICY, ids=stem)
 def test_target_networks_move_by_tau(script):
     """They move by tau of the difference toward the networks, and become them if tau is 1."""
     for tau in (0.25, 1.0):
         learner, _ = make_off_policy(script, rate=1e-3, tau=tau, rows=2)
-        before = copied(learner)
+        before = clones(networks_of(learner))
         targets = [path for path in before if path.startswith(".target_")]
         learner.update()
-        after = copied(learner)
+        after = clones(networks_of(learner))
         if hasattr(learner, "update_target"):
             assert all(torch.equal(after[path], before[path]) for path in targets)
             learner.update_target()
-            after = copied(learner)
+            after = clones(networks_of(learner))
         assert targets
         for path in targets:
             online = after[path.replace(".target_", ".", 1)]
@@ -362,11 +343,10 @@ def test_sacs_actor_and_target_networks_wait(script):
     learner, _ = make_off_policy(script, rate=1e-3, tau=0.25, policy_frequency=3, target_network_frequency=2)
     noises = noise_of_samples(learner)
     for update in range(6):
-        before, alpha, sampled = copied(learner), learner.log_alpha.item(), len(noises)
+        before, alpha, sampled = clones(networks_of(learner)), learner.log_alpha.item(), len(noises)
         learner.update()
-        moved = {
-            path.split(".")[1] for path, tensor in copied(learner).items() if not torch.equal(tensor, before[path])
-        }
+        after = leaves(networks_of(learner))
+        moved = {path.split(".")[1] for path, tensor in after if not torch.equal(tensor, before[path])}
         assert moved == {"critics", *["actor"] * (update % 3 == 0), *["target_critics"] * (update % 2 == 0)}
         assert (learner.log_alpha.item() != alpha) == (update % 3 == 0)
         assert len(noises) - sampled == 1 + 2 * 3 * (update % 3 == 0)

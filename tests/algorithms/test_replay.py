@@ -3,26 +3,12 @@
 import json
 from functools import partial
 
+import checks
+import conftest
 import numpy as np
 import pytest
 import torch
-from checks import check_restored, no_waits
-from conftest import (
-    MODES,
-    PLAIN,
-    TURBO,
-    advance,
-    algorithm,
-    as_rows,
-    make_learner,
-    saved,
-    scalars,
-    stem,
-    stored_rows,
-    tiny,
-    train,
-    transitions,
-)
+from conftest import MODES, PLAIN, TURBO, advance, make_learner, scalars, stem, stored_rows, tiny, train, transitions
 
 LEARNERS = ("sac", "td3")
 FAST = {  # settings with which values are learned in 1000 steps
@@ -57,7 +43,7 @@ def turbo(request):
 
 
 def learner_on_cuda(turbo, mode):
-    slow_policy = {"policy_lr": 3e-5} if algorithm(turbo) == "sac" else {}  # as where plain and turbo are compared
+    slow_policy = {"policy_lr": 3e-5} if turbo is TURBO["sac"] else {}  # as where plain and turbo are compared
     return make_learner(turbo, device="cuda", batch_size=64, buffer_size=200, **slow_policy, **MODES[mode])
 
 
@@ -67,7 +53,7 @@ def send(learner, steps):
     sent = []
     for _ in range(steps):
         row = transitions(learner, generator)
-        sent.append(as_rows(row))
+        sent.append(conftest.as_rows(row))
         learner.observe(**row)
         learner.next_actions()
     return np.concatenate(sent)
@@ -143,7 +129,7 @@ def test_a_restored_learner_continues_bit_by_bit(script):
                 learner.observe(**columns, act_on=row[1])
             learner.update()
 
-    check_restored(partial(make_learner, script, buffer_size=15), learn)
+    checks.goes_on_when_restored(partial(make_learner, script, buffer_size=15), learn)
 
 
 def test_actions_are_the_environments_to_keep(turbo):
@@ -184,7 +170,7 @@ def test_the_host_waits_for_actions_alone(turbo, mode):
     """In the steady loop, by the event of `next_actions`."""
     learner = learner_on_cuda(turbo, mode)
     advance(learner, 10)
-    with no_waits():
+    with checks.no_waits():
         advance(learner, 10, seed=1)
 
 
@@ -194,7 +180,7 @@ def test_a_checkpoint_continues_in_captured_graphs(turbo, mode):
     """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
     learner = learner_on_cuda(turbo, mode)
     advance(learner, 10)
-    state = saved(learner)
+    state = conftest.saved(learner)
     wanted = advance(learner, 5, seed=1)
     learner.load_state_dict(state)
     np.testing.assert_allclose(advance(learner, 5, seed=1), wanted, rtol=1e-4, atol=1e-4)

@@ -2,28 +2,25 @@
 
 from functools import partial
 
+import checks
 import numpy as np
 import pytest
 import torch
-from checks import OTHER_MODES, check_fresh_draws, check_modes, check_saturated, check_turbo, plain_and_turbo
 from conftest import MODES, TURBO, advance, make_learner, networks
 
-script = plain_and_turbo("sac")
+script = checks.plain_and_turbo("sac")
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "mode"),
-    [
-        ({}, "eager"),
-        ({}, "compile"),
-        ({"env_id": "Unequal-v0", "policy_frequency": 3, "target_network_frequency": 2}, "eager"),
-        ({"autotune": False, "alpha": 0.1, "policy_frequency": 1}, "eager"),  # turbo draws more noise, last
-    ],
-    ids=["default-eager", "default-compile", "unequal bounds, other frequencies", "no autotune"],
-)
+OTHERS = {
+    "unequal bounds, other frequencies": {"env_id": "Unequal-v0", "policy_frequency": 3, "target_network_frequency": 2},
+    "no autotune": {"autotune": False, "alpha": 0.1, "policy_frequency": 1},  # turbo draws more noise, last
+}
+
+
+@checks.settings(OTHERS)
 def test_turbo_equals_plain(kwargs, mode):
     """The policy learns slowly: where tanh saturates, log(1 - tanh**2 + 1e-6) makes 10% of its last bit."""
-    check_turbo("sac", mode, **{"policy_lr": 3e-5} | kwargs)
+    checks.turbo_is_plain("sac", mode, **{"policy_lr": 3e-5} | kwargs)
 
 
 def test_actions_respect_each_dimensions_bounds(script):
@@ -42,7 +39,7 @@ def test_a_saturated_policy_stays_within_the_bounds(script, side):
     """Also where float32 cannot hold them, and where middle and half range add up to more than a bound."""
     learner = make_learner(script, env_id="Decimals-v0")
     networks(learner)["actor"]["net.4.bias"].data[:2] = side * 1000.0  # means, then log standard deviations
-    check_saturated(script, learner, side)
+    checks.stays_within_bounds(script, learner, side)
 
 
 def test_a_resumed_run_takes_the_alpha_it_is_given(script):
@@ -55,10 +52,10 @@ def test_a_resumed_run_takes_the_alpha_it_is_given(script):
 ON_CUDA = {"script": TURBO["sac"], "device": "cuda", "batch_size": 64, "buffer_size": 200, "policy_lr": 3e-5}
 
 
-@pytest.mark.parametrize("mode", OTHER_MODES)
+@pytest.mark.parametrize("mode", checks.OTHER_MODES)
 @pytest.mark.gpu
 def test_modes_agree(mode):
-    check_modes(partial(make_learner, **ON_CUDA), mode)
+    checks.modes_agree(partial(make_learner, **ON_CUDA), mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -66,4 +63,4 @@ def test_modes_agree(mode):
 def test_repeated_updates_draw_fresh_rows_and_noise(mode):
     learner = make_learner(**ON_CUDA, **MODES[mode])
     advance(learner, 30)
-    check_fresh_draws(learner)
+    checks.draws_afresh(learner)

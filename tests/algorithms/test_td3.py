@@ -2,47 +2,24 @@
 
 from functools import partial
 
+import checks
 import conftest
 import numpy as np
 import pytest
 import torch
-from checks import (
-    OTHER_MODES,
-    actions_for,
-    check_fresh_draws,
-    check_modes,
-    check_saturated,
-    check_turbo,
-    plain_and_turbo,
-)
-from conftest import (
-    MODES,
-    advance,
-    clones,
-    copy_networks,
-    fill_replay,
-    leaves,
-    make_learner,
-    networks,
-    replay_in_order,
-    transitions,
-)
+from conftest import MODES, copy_networks, fill_replay, leaves, make_learner, networks, replay_in_order, transitions
 
 PLAIN, TURBO = conftest.PLAIN["td3"], conftest.TURBO["td3"]
 UNEQUAL_LOW, UNEQUAL_HIGH = np.array([-1.0, -10.0, 0.0]), np.array([3.0, -8.0, 0.5])  # the bounds of Unequal-v0
 
-script = plain_and_turbo("td3")
+script = checks.plain_and_turbo("td3")
 
 OTHER = {"env_id": "Unequal-v0", "policy_frequency": 3, "policy_noise": 0.5, "noise_clip": 0.3, "tau": 0.1}
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "mode"),
-    [({}, "eager"), ({}, "compile"), (OTHER, "eager")],
-    ids=["default-eager", "default-compile", "unequal bounds, other hyper-parameters"],
-)
+@checks.settings({"unequal bounds, other hyper-parameters": OTHER})
 def test_turbo_equals_plain(kwargs, mode):
-    check_turbo("td3", mode, **kwargs)
+    checks.turbo_is_plain("td3", mode, **kwargs)
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
@@ -69,26 +46,21 @@ def set_policy(learner, squashed):
         actor["net.4.bias"].fill_(float(np.arctanh(squashed)))
 
 
-def fill_columns(learner):
-    """Store random transitions in the plain learner's replay buffer."""
+def fill(learner):
+    """Store random transitions in the replay buffer."""
+    if hasattr(learner, "observe"):
+        return fill_replay(learner)
     columns = learner.replay.columns
     generator = np.random.default_rng(0)
     learner.replay.store(**{name: generator.standard_normal((8, *c.shape[1:])) for name, c in columns.items()})
 
 
-def noisy_actions(learner, count):
-    """`count` actions with exploration noise, (count, act_dim)."""
-    return actions_for(learner, np.zeros((count, 2)))
-
-
-def smoothed_actions(learner):
-    """The next actions that one update asks the target critics about, (batch, act_dim)."""
+def noisy_actions(learner, exploring):
+    """Actions with exploration noise, or the ones that an update asks the target critics about: (batch, act_dim)."""
+    if exploring:
+        return checks.actions_for(learner, np.zeros((learner.args.batch_size, 2)))
     seen = []
-    if hasattr(learner, "observe"):
-        learner.observe(**transitions(learner, np.random.default_rng(0)))
-    else:
-        columns = learner.replay.columns
-        learner.replay.store(**{name: np.ones((1, *column.shape[1:])) for name, column in columns.items()})
+    fill(learner)
     learner.target_actor.register_forward_hook(lambda module, inputs, actions: seen.append(actions))
     learner.update()
     (actions,) = seen
@@ -109,18 +81,28 @@ def assert_within_bounds_that_are_reached(actions, bounds):
     assert (reached > 0.2).all() and (reached < 0.8).all(), "clamped where the noise leads outside, and only there"
 
 
-@pytest.mark.parametrize(("noise", "deviation"), [(0.1, 0.1), (0.3, 0.3)])
-def test_exploration_noise_is_in_each_dimensions_unit(script, noise, deviation):
-    learner = make_learner(script, env_id="Unequal-v0", exploration_noise=noise)
+NOISES = {  # with the noise's standard deviation and its largest size
+    "exploration": ({"exploration_noise": 0.1}, 0.1, 1.0),
+    "more exploration": ({"exploration_noise": 0.3}, 0.3, 1.0),
+    "smoothing": ({"policy_noise": 0.2, "noise_clip": 0.5}, 0.2, 0.5),
+    "clipped smoothing": ({"policy_noise": 10.0, "noise_clip": 0.3}, 0.3, 0.3),
+}
+
+
+@pytest.mark.parametrize(("kwargs", "deviation", "largest"), NOISES.values(), ids=NOISES)
+def test_noise_is_in_each_dimensions_unit(script, kwargs, deviation, largest):
+    learner = make_learner(script, env_id="Unequal-v0", batch_size=1500, **kwargs)
     set_policy(learner, 0.0)
-    assert_noise_is_per_dimension(noisy_actions(learner, 1500), deviation, largest=1.0)
+    actions = noisy_actions(learner, exploring="exploration_noise" in kwargs)
+    assert_noise_is_per_dimension(actions, deviation, largest)
 
 
 @pytest.mark.parametrize("side", [-1, 1])
-def test_exploration_respects_each_dimensions_bounds(script, side):
-    learner = make_learner(script, env_id="Unequal-v0", exploration_noise=0.3)
+@pytest.mark.parametrize("exploring", [True, False])
+def test_noise_respects_each_dimensions_bounds(script, exploring, side):
+    learner = make_learner(script, env_id="Unequal-v0", batch_size=300, exploration_noise=0.3, policy_noise=0.3)
     set_policy(learner, side * 0.95)
-    actions = noisy_actions(learner, 300)
+    actions = noisy_actions(learner, exploring)
     assert_within_bounds_that_are_reached(actions, UNEQUAL_LOW if side < 0 else UNEQUAL_HIGH)
 
 
@@ -137,48 +119,28 @@ def test_a_saturated_policy_stays_within_the_bounds(script, env_id, side):
     """Also where float32 cannot hold them, and where middle and half range add up to more than a bound."""
     learner = make_learner(script, env_id=env_id, exploration_noise=0.0)
     set_policy(learner, side * (1 - 1e-9))
-    check_saturated(script, learner, side)
+    checks.stays_within_bounds(script, learner, side)
 
 
 def test_the_policy_is_the_actor_without_noise(script):
     """From the weights of the moment."""
     noisy, quiet = [make_learner(script, env_id="Unequal-v0", exploration_noise=noise) for noise in (10.0, 0.0)]
     obs = torch.randn(5, 2)
-    fill = fill_replay if script is TURBO else fill_columns
     for learner in (noisy, quiet):
         fill(learner)
         torch.manual_seed(0)
         learner.update()
     policy, _ = noisy.policy()
     with torch.no_grad():
-        np.testing.assert_allclose(policy(obs), actions_for(quiet, obs.numpy()), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "deviation", "largest"),
-    [({"policy_noise": 0.2, "noise_clip": 0.5}, 0.2, 0.5), ({"policy_noise": 10.0, "noise_clip": 0.3}, 0.3, 0.3)],
-    ids=["noise", "clip"],
-)
-def test_smoothing_noise_is_in_each_dimensions_unit(script, kwargs, deviation, largest):
-    learner = make_learner(script, env_id="Unequal-v0", batch_size=1500, **kwargs)
-    set_policy(learner, 0.0)
-    assert_noise_is_per_dimension(smoothed_actions(learner), deviation, largest)
-
-
-@pytest.mark.parametrize("side", [-1, 1])
-def test_smoothing_respects_each_dimensions_bounds(script, side):
-    learner = make_learner(script, env_id="Unequal-v0", batch_size=300, policy_noise=0.3)
-    set_policy(learner, side * 0.95)
-    assert_within_bounds_that_are_reached(smoothed_actions(learner), UNEQUAL_LOW if side < 0 else UNEQUAL_HIGH)
+        np.testing.assert_allclose(policy(obs), checks.actions_for(quiet, obs.numpy()), rtol=1e-5, atol=1e-6)
 
 
 def test_actor_and_targets_wait(script):
     """The first update and every third after it move them; the critics move each time."""
     learner = make_learner(script, policy_frequency=3)
-    fill = fill_replay if script is TURBO else fill_columns
     fill(learner)
     for update in range(9):
-        before = clones(networks(learner))
+        before = conftest.clones(networks(learner))
         learner.update()
         after = leaves(networks(learner))
         moved = {name.split(".")[1] for name, tensor in after if not torch.equal(tensor, before[name])}
@@ -201,9 +163,9 @@ ON_CUDA = {"script": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", OTHER_MODES)
+@pytest.mark.parametrize("mode", checks.OTHER_MODES)
 def test_modes_agree(mode):
-    check_modes(partial(make_learner, **ON_CUDA), mode, actor_updates=lambda updates: (updates + 1) // 2)
+    checks.modes_agree(partial(make_learner, **ON_CUDA), mode, actor_updates=lambda updates: (updates + 1) // 2)
 
 
 @pytest.mark.gpu
@@ -215,5 +177,5 @@ def test_repeated_updates_draw_fresh_rows_and_noise(mode, fixed_rows):
     if fixed_rows:
         fill_replay(learner)
         replay_in_order(learner)
-    advance(learner, 30)
-    check_fresh_draws(learner)
+    conftest.advance(learner, 30)
+    checks.draws_afresh(learner)
