@@ -28,8 +28,8 @@ TRAINED += [("dqn", mode) for mode in MODES if mode != "cudagraphs"]
 
 def each_replay(test):
     """Parametrize a test by the scripts, plain or turbo, and a name among them."""
-    test = pytest.mark.parametrize("name", [*LEARNERS, "dqn"])(test)
-    return pytest.mark.parametrize("scripts", [PLAIN, TURBO], ids=["plain", "turbo"])(test)
+    test = pytest.mark.parametrize("scripts", [PLAIN, TURBO], ids=["plain", "turbo"])(test)
+    return pytest.mark.parametrize("name", [*LEARNERS, "dqn"])(test)
 
 
 @pytest.fixture(params=[scripts[name] for name in LEARNERS for scripts in (PLAIN, TURBO)], ids=stem)
