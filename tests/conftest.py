@@ -293,19 +293,16 @@ THOROUGH = (  # tests that are too long for the quick suite, by the beginning of
     "algorithms/test_atari_off_policy_runs.py",
     "algorithms/test_dqn.py::test_buffers_reach",
     "algorithms/test_dqn.py::test_cartpole_is_learned[plain",
-    "algorithms/test_dqn.py::test_values",
     "algorithms/test_frame_replay.py::test_stacks_are_envpools[SpaceInvaders",
     "algorithms/test_games.py::test_a_planted_bug",
     "algorithms/test_ppo.py::test_modes_agree",
     "algorithms/test_ppo.py::test_normalizer_agrees_with_numpy_on_a_million",
     "algorithms/test_ppo.py::test_ppo_balances",
-    "algorithms/test_ppo.py::test_training_on_cuda",
     "algorithms/test_ppo.py::test_values",
     "algorithms/test_ppo_atari.py::TestEnvpool",
     "algorithms/test_ppo_atari.py::test_a_restored_learner",
     "algorithms/test_ppo_atari.py::test_modes_agree",
     "algorithms/test_ppo_atari.py::test_replays_draw",
-    "algorithms/test_ppo_atari.py::test_training_on_cuda",
     "algorithms/test_ppo_atari.py::test_turbo_equals_plain",
     "algorithms/test_ppo_atari_learns.py",
     "algorithms/test_ppo_formulas.py::test_ppo_clips_the_gradient[ppo_atari",
@@ -314,19 +311,14 @@ THOROUGH = (  # tests that are too long for the quick suite, by the beginning of
     "algorithms/test_pqn.py::test_cartpole_is_learned[pqn]",
     "algorithms/test_pqn.py::test_modes_agree",
     "algorithms/test_pqn.py::test_replays_shuffle",
-    "algorithms/test_pqn.py::test_training_on_cuda",
     "algorithms/test_pqn.py::test_turbo_equals_plain_on_images",
     "algorithms/test_q_formulas.py::test_alpha_stays_without_autotune[sac_atari",
     "algorithms/test_q_formulas.py::test_target_networks_move_by_tau[sac_atari",
     "algorithms/test_replay.py::test_training_on_cuda",
     "algorithms/test_sac.py::test_modes_agree",
     "algorithms/test_sac.py::test_repeated_updates",
-    "algorithms/test_sac.py::test_sac_swings",
     "algorithms/test_sac.py::test_turbo_equals_plain",
-    "algorithms/test_sac.py::test_values",
-    "algorithms/test_td3.py::test_td3_swings",
     "algorithms/test_td3.py::test_turbo_equals_plain",
-    "algorithms/test_td3.py::test_values",
     "cuda/test_generated_code.py::test_training_runs",
     "cuda/test_generated_code.py::test_without_the_interpreter",
     "cuda/test_generated_code.py::test_wrong_code",
@@ -638,3 +630,11 @@ def advance(learner, steps, seed=0):
         learner.update()
         actions.append(learner.next_actions())
     return np.stack(actions)
+
+
+@pytest.fixture
+def double_precision():
+    """Learners that are made in a test compute in float64."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

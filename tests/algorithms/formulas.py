@@ -1,4 +1,8 @@
-"""Helpers for tests of formulas: learners without environments, derivatives, bugs planted in copies of scripts."""
+"""Helpers for tests of formulas: learners without environments, derivatives, bugs planted in copies of scripts.
+
+Other tests compare plain and turbo with each other; tests of formulas notice errors that both share. At the end of
+their files, bugs are planted: one of each kind in CI, the others with `pytest -m planted tests/algorithms`.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,14 +34,14 @@ def name_of(script):
     return "sac" if is_population(script) else algorithm(script)
 
 
-def make_learner(script, actions=None, device="cpu", **kwargs):
+def make_learner(script, actions=None, device="cpu", seed=1, **kwargs):
     """A learner for environments that have spaces and nothing else."""
     images = name_of(script) in ATARI
     discrete = images or name_of(script) in ("dqn", "pqn")
     args = script.Args(**kwargs)
     envs = SimpleNamespace(num_envs=args.num_envs, single_observation_space=IMAGES if images else VECTORS)
     envs.single_action_space = actions or (DISCRETE if discrete else CONTINUOUS)
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     if is_population(script):
         return script.SACPopulation(args, script.agents_of(args), [envs], torch.device("cpu"))
     return learner_class(script)(args, envs, torch.device(device))
@@ -61,6 +65,13 @@ def slopes(function, count):
     return np.array([(function(step) - function(-step)) / 2e-5 for step in steps])
 
 
+def assert_orthogonal(weight, gain):
+    """Rows or columns are orthogonal, with this norm."""
+    weight = weight.detach().flatten(1)
+    products = weight @ weight.T if len(weight) <= weight.shape[1] else weight.T @ weight
+    torch.testing.assert_close(products, gain**2 * torch.eye(len(products)), rtol=1e-3, atol=1e-3 * gain**2)
+
+
 def planted(bugs):
     """Parameters of a test: the first bug of each kind runs in CI."""
     first = {bug[1]: bug for bug in reversed(bugs)}
@@ -68,10 +79,21 @@ def planted(bugs):
     return [pytest.param(*bug, id=f"{stem(bug[0])}, {bug[1]}", marks=own) for bug, own in zip(bugs, marks, strict=True)]
 
 
-def assert_noticed(script, old, new, check, folder):
+def noticing(bugs, errors=AssertionError):
+    """A test that plants bugs: script, what is wrong, what is replaced by what, who notices with one of `errors`."""
+
+    @pytest.mark.parametrize(("script", "bug", "old", "new", "check"), planted(bugs))
+    def test_a_planted_bug_is_noticed(script, bug, old, new, check, tmp_path):
+        assert_noticed(script, old, new, check, tmp_path, errors)
+
+    return test_a_planted_bug_is_noticed
+
+
+def assert_noticed(script, old, new, check, folder, errors=AssertionError):
     """`check` fails for a copy of the script in which `old` is replaced by `new`."""
     source = Path(script.__file__).read_text()
     assert source.count(old) == 1, f"not there once: {old}"
     edited = load_copy(stem(script), source.replace(old, new), folder)
-    with pytest.raises(AssertionError):
+    with pytest.raises(errors) as noticed:
         check(edited)
+    assert noticed.type is not NotImplementedError  # which the emulated device raises

@@ -1,21 +1,12 @@
 """DQN and SAC for Atari: plain against turbo, and CUDA graphs."""
 
+from functools import partial
+
+import checks
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    MODES,
-    PLAIN,
-    TURBO,
-    algorithm,
-    assert_close_in_norm,
-    assert_learners_agree,
-    copy_networks,
-    learnt,
-    make_envs,
-    make_learner,
-    saved,
-)
+from conftest import MODES, PLAIN, TURBO, algorithm, assert_learners_agree, copy_networks, make_envs, make_learner
 from test_atari_off_policy_runs import StackingPool, first_step
 from test_ppo_atari import script_games
 
@@ -113,25 +104,14 @@ def test_replays_draw_fresh_noise(mode, turbo=TURBO["sac_atari"]):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", GRAPHS)
 def test_the_host_waits_for_actions_alone(turbo, mode):
-    """In the steady loop only the event of `next_actions` synchronizes, which the debug mode does not count."""
+    """In the steady loop, by the event of `next_actions`."""
     learner = learner_on_cuda(turbo, mode)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with checks.no_waits():
         advance(turbo, learner, 3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", GRAPHS)
 def test_a_checkpoint_continues_in_captured_graphs(turbo, mode):
-    """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
     learner = learner_on_cuda(turbo, mode)
-    state = saved(learner)
-    results = []
-    for _ in range(2):
-        learner.load_state_dict(state)
-        advance(turbo, learner, 3)
-        results.append(learnt(learner))
-    assert_close_in_norm(results[1], results[0], 1e-3, least=1e-6)
+    checks.goes_on_when_captured(learner, learner, partial(advance, turbo, steps=3), tolerance=1e-3)

@@ -1,22 +1,15 @@
 """DQN and SAC for Atari, plain and turbo: stored transitions, resuming without the replay buffer, values, learning."""
 
+from functools import partial
+
+import checks
 import numpy as np
 import pytest
 import torch
 from catch import BALLS, CatchFrameByFrame
-from conftest import (
-    PLAIN,
-    TURBO,
-    assert_same_state,
-    learner_class,
-    leaves,
-    make_envs,
-    saved,
-    scalars,
-    script_params,
-    stem,
-)
+from conftest import PLAIN, TURBO, learner_class, leaves, make_envs, scalars, script_params, stem
 from conftest import train as train_script
+from test_cli import refused
 from test_frame_replay import draw_all
 from test_ppo_atari import GAMES, SHAPE, ScriptedPool, with_resets
 
@@ -189,16 +182,15 @@ def test_each_environment_explores_by_itself(kind, epsilon, monkeypatch):
     else:
         learner.host_actions.fill_(3)
         actions = np.stack([learner.next_actions(epsilon) for _ in range(1000)])
-    frequencies = np.bincount(actions.flatten(), minlength=4) / actions.size
-    assert frequencies == pytest.approx([epsilon / 4] * 3 + [1 - epsilon * 3 / 4], abs=0.02)
-    assert ((actions != actions[:, :1]).any(1).mean() > 0.5) == (epsilon > 0)
+    checks.explores(actions, epsilon)
 
 
-def advance(learner, envs):
+def advance(script, learner, part):
     """Sixty steps of games that begin, half of DQN's at random; returns the actions."""
     exploration = [0.5] if hasattr(learner, "rng") else []
     is_turbo = hasattr(learner, "observe")
     store = learner.observe if is_turbo else learner.replay.store
+    envs = make_envs(script, script.Args(num_envs=4, seed=part))
     obs, _ = envs.reset()
     store(*first_step(obs))
     taken = []
@@ -213,15 +205,7 @@ def advance(learner, envs):
 
 
 def test_a_restored_learner_continues_bit_by_bit(script):
-    envs = [make_envs(script, script.Args(num_envs=4)) for _ in range(3)]
-    learner = make_learner(script)
-    advance(learner, envs[0])
-    state = saved(learner)
-    wanted = advance(learner, envs[1])
-    restored = make_learner(script, seed=2)
-    restored.load_state_dict(state)
-    assert advance(restored, envs[2]) == wanted
-    assert_same_state(restored.state_dict(), learner.state_dict())
+    checks.goes_on_when_restored(partial(make_learner, script), partial(advance, script))
 
 
 @pytest.mark.parametrize("checkpoint_replay", [True, False])
@@ -244,19 +228,15 @@ def test_resuming_with_and_without_the_buffer(script, checkpoint_replay, tmp_pat
 @pytest.mark.parametrize("flag", ["num_envs", "buffer_size"])
 def test_a_buffer_of_another_form_is_refused(turbo, flag, tmp_path, capsys):
     folder, _ = train(turbo, tmp_path, total_timesteps=100)
-    with pytest.raises(SystemExit) as error:
-        train(turbo, tmp_path, resume=str(folder), **{flag: 100})
-    name = flag.replace("_", "-")
-    assert error.value.code == 2 and f"error: --{name} 100: the checkpoint has" in capsys.readouterr().err
+    line = refused(capsys, partial(train, turbo, tmp_path, resume=str(folder), **{flag: 100}))
+    assert line.startswith(f"error: --{flag.replace('_', '-')} 100: the checkpoint has")
 
 
 @pytest.mark.parametrize(("size", "remedy"), [(10**12, "give at most "), (7, "give at least 2 * --num-envs, 8")])
 def test_a_buffer_that_is_too_large_or_too_small_is_refused(script, size, remedy, tmp_path, capsys):
     """Before a run begins, and without the memory."""
-    with pytest.raises(SystemExit) as error:
-        train(script, tmp_path, buffer_size=size, batch_size=4)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and line.startswith(f"error: --buffer-size {size}: {remedy}")
+    line = refused(capsys, partial(train, script, tmp_path, buffer_size=size, batch_size=4))
+    assert line.startswith(f"error: --buffer-size {size}: {remedy}")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,40 +1,19 @@
 """The DQN scripts: plain against turbo, replay, exploration, episode ends, graphs, resuming, learning."""
 
-import json
 from functools import partial
 
+import checks
 import conftest
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    MODES,
-    DiscreteCountdown,
-    as_rows,
-    assert_close_in_norm,
-    assert_learners_agree,
-    assert_same_state,
-    clones,
-    copy_networks,
-    fill_replay,
-    learnt,
-    leaves,
-    make_learner,
-    networks,
-    replay_in_order,
-    saved,
-    scalars,
-    train,
-)
+from conftest import MODES, as_rows, assert_learners_agree, copy_networks, learnt, make_learner, replay_in_order, saved
 from torch import nn
 
 PLAIN, TURBO = conftest.PLAIN["dqn"], conftest.TURBO["dqn"]
-
-
-@pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
-def script(request):
-    return request.param
+script = checks.plain_and_turbo("dqn")
+WITH_EPSILON = ("dqn", "dqn_atari", "pqn", "pqn_atari")
+EXPLORERS = [scripts[name] for name in WITH_EPSILON for scripts in (conftest.PLAIN, conftest.TURBO)]
 
 
 def transitions(generator, num_envs=1, obs_dim=4, num_actions=2):
@@ -44,11 +23,13 @@ def transitions(generator, num_envs=1, obs_dim=4, num_actions=2):
     return columns | {"rewards": generator.standard_normal(num_envs), "terminated": generator.random(num_envs) < 0.1}
 
 
-def fill(learner, rows, seed=0):
-    """Store random transitions, one vector step after the other."""
-    generator = np.random.default_rng(seed)
-    for _ in range(rows // learner.args.num_envs):
-        store(learner, transitions(generator, learner.args.num_envs))
+def fill(learner, rows):
+    """Store random transitions, one vector step after the other; returns them as rows of a turbo learner's buffer."""
+    generator = np.random.default_rng(0)
+    sent = [transitions(generator, learner.args.num_envs) for _ in range(rows // learner.args.num_envs)]
+    for columns in sent:
+        store(learner, columns)
+    return np.concatenate([as_rows(columns) for columns in sent])
 
 
 def store(learner, columns):
@@ -119,11 +100,7 @@ def test_ring_buffer_holds_the_newest_transitions(num_envs, train_frequency):
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_the_plain_ring_buffer_holds_the_newest_transitions(num_envs):
     learner = make_learner(PLAIN, num_envs=num_envs, buffer_size=10)
-    generator, sent = np.random.default_rng(0), []
-    for _ in range(25):
-        sent.append(transitions(generator, num_envs))
-        store(learner, sent[-1])
-    newest = np.concatenate([as_rows(columns) for columns in sent])[-10:]
+    newest = fill(learner, 25 * num_envs)[-10:]
     assert sorted(as_rows(learner.replay.columns).tolist()) == sorted(newest.tolist())
 
 
@@ -164,7 +141,7 @@ def test_nothing_is_learned_from_rows_that_were_never_stored(script, num_envs, t
     args = script.Args(num_envs=num_envs, train_frequency=train_frequency, run_dir=str(tmp_path), **sizes)
     script.train(args)
     learner = torch.load(next(tmp_path.glob("*/checkpoint.pt")), weights_only=True)["learner"]
-    assert all(tensor.isfinite().all() for _, tensor in leaves(learner["networks"]))
+    assert all(tensor.isfinite().all() for _, tensor in conftest.leaves(learner["networks"]))
     last, exploring = -(-args.total_timesteps // num_envs) * num_envs, args.learning_starts // num_envs * num_envs
     assert learner["updates"] == last // train_frequency - exploring // train_frequency
     assert int(learner["replay"]["stored"]) == last
@@ -178,10 +155,13 @@ def test_times_due_counts_the_multiples_that_a_vector_step_reaches(script):
             assert script.times_due(frequency, 10 * frequency * num_envs, num_envs) >= 1
 
 
+@pytest.mark.parametrize("script", EXPLORERS, ids=conftest.stem)
 def test_epsilon_falls_linearly_and_stays(script):
     args = script.Args(total_timesteps=1000, exploration_fraction=0.5, start_e=0.9, end_e=0.1)
     points = {0: 0.9, 1: 0.9 - 0.8 / 500, 250: 0.5, 499: 0.1 + 0.8 / 500, 500: 0.1, 501: 0.1, 10**9: 0.1}
     assert {step: script.epsilon(step, args) for step in points} == pytest.approx(points)
+    args.exploration_fraction = 0
+    assert script.epsilon(1, args) == pytest.approx(0.1)
 
 
 def test_a_run_explores_as_scheduled(script, tmp_path, monkeypatch):
@@ -191,12 +171,12 @@ def test_a_run_explores_as_scheduled(script, tmp_path, monkeypatch):
     def greedy(self, obs):
         return np.full(len(obs), 3)
 
-    def step(self, action, step=DiscreteCountdown.step):
+    def step(self, action, step=conftest.DiscreteCountdown.step):
         taken.append(int(action))
         return step(self, action)
 
     monkeypatch.setattr(script.DQN, "greedy", greedy)
-    monkeypatch.setattr(DiscreteCountdown, "step", step)
+    monkeypatch.setattr(conftest.DiscreteCountdown, "step", step)
     sizes = {"total_timesteps": 12_000, "learning_starts": 11_990, "num_envs": 4, "end_e": 0.2}
     script.train(script.Args(env_id="FourActions-v0", run_dir=str(tmp_path), **sizes))
     taken = np.array(taken)
@@ -222,19 +202,6 @@ def test_act_is_greedy_in_weights_of_a_known_age(script):
         learner.update()
     assert decisions == [wanted[max(0, i - age)] for i in range(30)]
     assert len(set(map(str, decisions))) > 3, "the weights matter"
-
-
-def test_weights_reach_the_host_one_update_late():
-    """On every device: those after update u arrive during update u + 1, and act from then on, until update u + 2."""
-    learner = make_learner(TURBO)
-    fill(learner, 32)
-    newest = [weights(learner.q)]
-    for updates in range(5):
-        assert torch.equal(learner.host_q.arriving, newest[updates])
-        assert torch.equal(weights(learner.host_q.network), newest[max(0, updates - 1)])
-        learner.update()
-        newest.append(weights(learner.q))
-        assert not torch.equal(newest[-1], newest[-2])
 
 
 def test_acting_does_without_torch(monkeypatch):
@@ -337,10 +304,7 @@ def test_each_environment_explores_by_itself(script, epsilon):
     learner = make_learner(script, env_id="FourActions-v0", num_envs=10)
     learner.greedy = lambda obs: np.full(len(obs), 3)
     actions = np.stack([learner.act(np.zeros((10, 2)), epsilon) for _ in range(1000)])
-    assert np.bincount(actions.flatten(), minlength=4) / actions.size == pytest.approx(
-        [epsilon / 4] * 3 + [1 - epsilon * 3 / 4], abs=0.02
-    )
-    assert ((actions != actions[:, :1]).any(1).mean() > 0.5) == (epsilon > 0)
+    checks.explores(actions, epsilon)
 
 
 def test_actions_are_the_environments_to_keep(script):
@@ -353,62 +317,34 @@ def test_actions_are_the_environments_to_keep(script):
 
 
 @pytest.mark.parametrize(("num_envs", "train_frequency", "target_frequency"), [(1, 10, 50), (3, 10, 25), (16, 10, 8)])
-def test_the_target_network_follows_at_its_own_frequency(script, num_envs, train_frequency, target_frequency, tmp_path):
+def test_the_target_network_follows_at_its_own_frequency(
+    script, num_envs, train_frequency, target_frequency, tmp_path, monkeypatch
+):
     """Counted in environment steps from the first one on, after learning starts; after the updates of its step."""
-    calls, args = [], {"train_frequency": train_frequency, "target_network_frequency": target_frequency}
-    update, update_target = script.DQN.update, script.DQN.update_target
+    calls = []
+
+    def watch(name):
+        own = getattr(script.DQN, name)
+
+        def watched(*inputs):
+            calls.append(name)
+            return own(*inputs)
+
+        monkeypatch.setattr(script.DQN, name, watched)
+
+    for name in ("act", "update", "update_target"):
+        watch(name)
+    args = {"train_frequency": train_frequency, "target_network_frequency": target_frequency}
     sizes = {"num_envs": num_envs, "total_timesteps": 480, "learning_starts": 100, "batch_size": 8, "buffer_size": 500}
-
-    class Watched(script.DQN):
-        def act(self, *inputs):
-            calls.append([])
-            return super().act(*inputs)
-
-        def update(self):
-            calls[-1].append("update")
-            update(self)
-
-        def update_target(self):
-            calls[-1].append("target")
-            update_target(self)
-
-    original, script.DQN = script.DQN, Watched
-    try:
-        script.train(script.Args(env_id="DiscreteTruncates-v0", run_dir=str(tmp_path), **sizes, **args))
-    finally:
-        script.DQN = original
-    for i, call in enumerate(calls):
+    script.train(script.Args(env_id="DiscreteTruncates-v0", run_dir=str(tmp_path), **sizes, **args))
+    steps = " ".join(calls).split("act")[1:]
+    assert len(steps) == -(-480 // num_envs)
+    for i, step in enumerate(steps):
         reached = range(i * num_envs + 1, (i + 1) * num_envs + 1)
         learning = (i + 1) * num_envs > 100
-        updates = learning * sum(step % train_frequency == 0 for step in reached)
-        target = learning and any(step % target_frequency == 0 for step in reached)
-        assert call == ["update"] * updates + ["target"] * target, i
-
-
-def test_the_target_network_moves_by_tau(script):
-    for tau in (0.25, 1.0):
-        learner = make_learner(script, tau=tau)
-        fill(learner, 32)
-        start = clones(networks(learner)["target_q"])
-        learner.update()
-        assert all(torch.equal(tensor, start[name]) for name, tensor in leaves(networks(learner)["target_q"]))
-        learner.update_target()
-        moved = dict(leaves(networks(learner)["target_q"]))
-        for name, weights in leaves(networks(learner)["q"]):
-            assert not torch.equal(weights, start[name])
-            torch.testing.assert_close(moved[name], start[name] + tau * (weights - start[name]))
-    assert_same_state(networks(learner)["target_q"], networks(learner)["q"])
-
-
-@pytest.mark.parametrize(("end", "value"), [("Truncates", 10.0), ("Terminates", 2.5)])
-def test_values_bootstrap_through_truncation_but_not_termination(script, end, value, tmp_path):
-    """With gamma = 0.9 and rewards of 1, V = 1 + gamma V, or V = 1 + gamma V 2/3 if every third step is the last."""
-    values = []
-    kwargs = {"gamma": 0.9, "learning_rate": 3e-3, "train_frequency": 1, "target_network_frequency": 5}
-    sizes = {"total_timesteps": 1000, "learning_starts": 100, "buffer_size": 1000, "batch_size": 64}
-    args = script.Args(env_id=f"BlindDiscrete{end}-v0", run_dir=str(tmp_path), **kwargs, **sizes)
-    train(script, args, on_log=lambda learner, losses, step: values.append(losses["q_values"]))
-    assert values[-1] == pytest.approx(value, rel=0.1)
+        updates = learning * sum(number % train_frequency == 0 for number in reached)
+        target = learning and any(number % target_frequency == 0 for number in reached)
+        assert step.split() == ["update"] * updates + ["update_target"] * target, i
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
@@ -422,27 +358,15 @@ def test_a_restored_learner_continues_bit_by_bit(script, num_envs):
                 learner.update()
         return actions
 
-    learner = make_learner(script, num_envs=num_envs, buffer_size=15)
-    advance(learner, seed=0)
-    state = saved(learner)
-    wanted_actions = advance(learner, seed=1)
-
-    restored = make_learner(script, seed=2, num_envs=num_envs, buffer_size=15)
-    restored.load_state_dict(state)
-    assert_same_state(restored.state_dict(), state)
-    assert advance(restored, seed=1) == wanted_actions
-    assert_same_state(restored.state_dict(), learner.state_dict())
+    checks.goes_on_when_restored(partial(make_learner, script, num_envs=num_envs, buffer_size=15), advance)
 
 
 def test_a_checkpoint_in_mid_block_loses_no_transition():
     learner = make_learner(TURBO)
-    generator = np.random.default_rng(0)
-    sent = [transitions(generator) for _ in range(13)]
-    for columns in sent:
-        store(learner, columns)
+    sent = fill(learner, 13)
     state = learner.state_dict()["replay"]
     assert int(state["stored"]) == 13
-    assert np.array_equal(state["rows"].numpy(), np.concatenate([as_rows(columns) for columns in sent]))
+    assert np.array_equal(state["rows"].numpy(), sent)
 
 
 def test_resuming_continues_the_run(script, tmp_path):
@@ -456,40 +380,10 @@ def test_resuming_continues_the_run(script, tmp_path):
     assert checkpoint["learner"]["updates"] == 60 and int(checkpoint["learner"]["replay"]["stored"]) == 700
 
 
-def test_same_seed_same_numbers(script, tmp_path):
-    returns, sizes = [], {"total_timesteps": 600, "learning_starts": 100}
-    for run, seed in enumerate((3, 3, 4)):
-        script.train(script.Args(seed=seed, run_dir=str(tmp_path / str(run)), **sizes))
-        folder = next((tmp_path / str(run)).iterdir())
-        returns.append([scalars(folder, tag)[-1] for tag in ("losses/td_loss", "charts/episodic_return")])
-    assert returns[0] == returns[1] != returns[2]
-
-
 def test_cartpole_is_learned(script, tmp_path):
-    """A random policy balances for about 20 steps. A wrong sign in the loss stays there."""
     sizes = {"total_timesteps": 25_000, "learning_starts": 1000, "exploration_fraction": 0.3}
     rates = {"learning_rate": 1e-3, "train_frequency": 4, "target_network_frequency": 200}
-    script.train(script.Args(run_dir=str(tmp_path), **sizes, **rates))
-    (folder,) = tmp_path.iterdir()
-    returns = scalars(folder, "charts/episodic_return")
-    assert np.median(returns[:20]) < 40
-    assert np.mean(returns[-20:]) > 120
-    policy = torch.export.load(folder / "policy.pt2").module()
-    played = [play(policy, seed) for seed in range(5)]
-    assert np.mean(played) > 120
-
-
-def play(policy, seed):
-    """The return of an episode of CartPole."""
-    env = gym.make("CartPole-v1")
-    obs, _ = env.reset(seed=seed)
-    total, ended = 0.0, False
-    while not ended:
-        action = policy(torch.from_numpy(obs)[None]).item()
-        obs, reward, terminated, truncated, _ = env.step(action)
-        total += reward
-        ended = terminated or truncated
-    return total
+    checks.learns_cartpole(script, tmp_path, **sizes, **rates)
 
 
 def advance(learner, updates, seed=0):
@@ -507,12 +401,12 @@ CUDA = {"script": TURBO, "device": "cuda", "batch_size": 64, "buffer_size": 200}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
+@pytest.mark.parametrize("mode", checks.OTHER_MODES)
 def test_modes_agree(mode):
     """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
     eager, other = learners = [make_learner(**CUDA, **kwargs) for kwargs in ({}, MODES[mode])]
     for learner in learners:
-        fill_replay(learner)
+        conftest.fill_replay(learner)
         learner.replay.rows[:, 8] = (learner.replay.rows[:, 8] > 0).float()  # actions
         replay_in_order(learner)
     for update in range(1, 51):
@@ -524,7 +418,7 @@ def test_modes_agree(mode):
             assert torch.equal(other.host_q.arriving, weights(other.q).cpu())
             assert torch.equal(weights(other.host_q.network), before.cpu())
             tolerance = 1e-5 if update == 1 else 1e-4 if update < 10 else 1e-3
-            assert_close_in_norm(learnt(other), learnt(eager), tolerance, least=1e-7)
+            conftest.assert_close_in_norm(learnt(other), learnt(eager), tolerance, least=1e-7)
             assert other.optimizers["q"].corrections[0].item() == pytest.approx(1 - 0.9**update)
 
 
@@ -547,25 +441,19 @@ class TestOnCuda:
     def test_replays_draw_fresh_rows(self, mode):
         learner = make_learner(**CUDA, **MODES[mode])
         advance(learner, 5)
-        saved, losses = clones(learner.tensors()), set()
-        for _ in range(20):
-            for name, tensor in leaves(learner.tensors()):
-                tensor.copy_(saved[name])
+
+        def update():
             learner.update()
-            losses.add(learner.losses()["td_loss"])
-        assert len(losses) == 20
+            return learner.losses()["td_loss"]
+
+        assert len(set(checks.repeated(learner, update, 20))) == 20
 
     def test_the_host_waits_for_weights_alone(self, mode):
-        """In the steady loop only events synchronise, which the debug mode does not count."""
         learner = make_learner(**CUDA, **MODES[mode])
         advance(learner, 10)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with checks.no_waits():
             advance(learner, 10, seed=1)
             learner.update_target()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     def test_a_checkpoint_continues_in_captured_graphs(self, mode):
         """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
@@ -575,7 +463,7 @@ class TestOnCuda:
         learner.update()
         acting = weights(learner.host_q.network)
         learner.load_state_dict(state)
-        assert_same_state(saved(learner), state)
+        conftest.assert_same_state(saved(learner), state)
         learner.update()
         assert torch.equal(weights(learner.host_q.network), acting)  # those of `state`, which come from the device
         learner.load_state_dict(state)
@@ -584,10 +472,3 @@ class TestOnCuda:
         actions = advance(learner, 5, seed=1)
         assert np.mean(actions == wanted_actions) > 0.9
         torch.testing.assert_close(weights(learner.q), wanted)
-
-    def test_training(self, mode, tmp_path):
-        sizes = {"total_timesteps": 500, "learning_starts": 100}
-        TURBO.train(TURBO.Args(run_dir=str(tmp_path), **sizes, **MODES[mode]))
-        summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
-        assert summary["cudagraphs"] == MODES[mode].get("cudagraphs", False)
-        assert summary["global_step"] == 500 and summary["device"] != "cpu"

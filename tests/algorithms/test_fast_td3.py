@@ -1,7 +1,9 @@
 """FastTD3: projection, losses, n-step returns, noise, plain against turbo, capture, edits, learning."""
 
 import math
+import tempfile
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -10,28 +12,16 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    MODES,
-    PLAIN_ON_DEVICE,
-    TURBO_ON_DEVICE,
-    assert_learners_agree,
-    assert_same_state,
-    load_copy,
-    make_envs,
-    make_learner,
-    one_graph_each,
-    saved,
-    scalars,
-    stem,
-)
+from conftest import assert_same_state, load_copy, make_envs, make_learner, one_graph_each, saved, scalars, stem
 from emulated_cuda import emulated_cuda
-from formulas import planted
+from formulas import noticing
+from test_cli import refused
 from test_edits import HUNK, apply_hunk
 from test_training_on_cuda import check_training, no_export
 
 from instruments import __main__ as command
 
-PLAIN, TURBO = PLAIN_ON_DEVICE["fast_td3"], TURBO_ON_DEVICE["fast_td3"]
+PLAIN, TURBO = conftest.PLAIN_ON_DEVICE["fast_td3"], conftest.TURBO_ON_DEVICE["fast_td3"]
 SHORT = "tests.torch_pendulum:Short{}-v0"
 PAGE = (Path(__file__).parents[2] / "doc" / "fast_td3.md").read_text()
 each_script = pytest.mark.parametrize("script", [PLAIN, TURBO], ids=stem)
@@ -88,7 +78,7 @@ def take_step(learner, outcome, learning):
 
 def after_steps(script, steps, mode="eager", **kwargs):
     """A learner after steps of the environments, of which the first five are followed by no update."""
-    learner = make_learner(script, **kwargs, **MODES[mode])
+    learner = make_learner(script, **kwargs, **conftest.MODES[mode])
     envs = make_envs(script, learner.args)
     obs = envs.reset(1)
     with draws(learner, seed=0):
@@ -116,7 +106,8 @@ def projected(probabilities, returns, v_max):
     return rows
 
 
-def check_projection(script, folder=None):
+@each_script
+def test_projection_shares_each_return_between_two_atoms(script):
     """Between atoms, on them, beyond both ends, and all at one place, as after a terminal state."""
     learner = make_learner(script)
     generator = torch.Generator().manual_seed(0)
@@ -125,11 +116,6 @@ def check_projection(script, folder=None):
     returns[1], returns[2], returns[3], returns[4] = learner.atoms, 7.3, 1000.0, -1000.0
     got = learner.project(probabilities, returns.clamp(-20, 20)).double().numpy()
     np.testing.assert_allclose(got, projected(probabilities.tolist(), returns.tolist(), 20.0), atol=2e-6)
-
-
-@each_script
-def test_projection_shares_each_return_between_two_atoms(script):
-    check_projection(script)
 
 
 def test_losses_are_their_formulas():
@@ -193,7 +179,8 @@ def fill(learner, steps):
     return columns
 
 
-def check_returns(script, folder=None):
+@each_script
+def test_returns_end_with_the_episode(script):
     """Samples are all steps that the buffer holds, with returns up to `num_steps` or to the episode's end."""
     for stored, num_steps in ((5, 3), (21, 1), (21, 4), (8, 8)):
         learner = make_learner(script, buffer_size=8, num_envs=3)
@@ -221,15 +208,11 @@ def check_returns(script, folder=None):
         assert starts == {0: all_starts, 1: all_starts, 2: all_starts}, (stored, num_steps)
 
 
-@each_script
-def test_returns_end_with_the_episode(script):
-    check_returns(script)
-
-
 # exploration, observations
 
 
-def check_noise(script, folder=None):
+@each_script
+def test_each_environment_has_noise_of_its_own_size(script):
     """Each environment has noise of its own size, which changes where an episode ends, and only there."""
     learner = make_learner(script, num_envs=50, std_min=0.1, std_max=0.3)
     for parameter in learner.actor.net[-1].parameters():
@@ -243,11 +226,6 @@ def check_noise(script, folder=None):
     assert torch.equal(after != before, ended)
     for stds in (before, after):
         assert stds.min() >= 0.1 and stds.max() <= 0.3 and stds.max() - stds.min() > 0.15
-
-
-@each_script
-def test_each_environment_has_noise_of_its_own_size(script):
-    check_noise(script)
 
 
 @each_script
@@ -288,10 +266,7 @@ REFUSED = [({"num_atoms": 1}, "at least 2"), ({"v_max": 0.0}, "largest return"),
 @pytest.mark.parametrize(("wrong", "words"), REFUSED, ids=str)
 def test_bad_input_gets_one_clear_line(wrong, words, capsys, tmp_path):
     args = PLAIN.Args(**conftest.TINY_RUNS["fast_td3"] | wrong, run_dir=str(tmp_path / "runs"))
-    with pytest.raises(SystemExit) as error:
-        PLAIN.train(args)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and words in line and not list(tmp_path.glob("runs/*"))
+    assert words in refused(capsys, partial(PLAIN.train, args)) and not list(tmp_path.glob("runs/*"))
 
 
 # plain and turbo
@@ -309,7 +284,7 @@ def check_equal(plain, turbo, mode="eager", steps=(6, 30), **kwargs):
         assert wanted_episodes["episodes"] > 0 or count < 10
         for name, value in wanted_episodes.items():
             torch.testing.assert_close(episodes[name], value, rtol=1e-5, atol=1e-5)
-        assert_learners_agree(wanted, got, tolerance)
+        conftest.assert_learners_agree(wanted, got, tolerance)
         torch.testing.assert_close(got.stds, wanted.stds)
         for name, statistic in wanted.actor.normalizer.state_dict().items():
             torch.testing.assert_close(got.actor.normalizer.state_dict()[name], statistic, rtol=1e-4, atol=1e-4)
@@ -376,41 +351,33 @@ def test_a_run_its_continuation_and_its_policy(script, tmp_path, capsys):
 ON_CUDA = {"policy_frequency": 3}  # more than one graph of updates
 
 
-def check_runs(script, folder):
-    check_training(script, folder, settings=ON_CUDA, runs=[(False, False), (True, True)])
+@pytest.mark.thorough
+def test_training_on_cuda_is_the_same_in_all_modes_and_schedules(script=TURBO):
+    with tempfile.TemporaryDirectory() as folder:
+        check_training(script, Path(folder), settings=ON_CUDA, runs=[(False, False), (True, True)])
 
 
-def check_waits(script, folder):
+def test_the_host_waits_only_to_log(script=TURBO):
     """From log to log, a step replays two graphs, and the host waits once, to log."""
     counts = []
     args = conftest.TINY_RUNS["fast_td3"] | {"total_timesteps": 320, "cudagraphs": True, "cuda": True}
-    with no_export(), emulated_cuda() as device, patch.object(script, "LOG_INTERVAL", 20):
-        conftest.train(
-            script,
-            script.Args(**args, run_dir=str(folder)),
-            on_log=lambda learner, losses, step: counts.append(device.counts.copy()),
-        )
+    log = lambda learner, losses, step: counts.append(device.counts.copy())  # noqa: E731
+    often = patch.object(script, "LOG_INTERVAL", 20)
+    with no_export(), emulated_cuda() as device, often, tempfile.TemporaryDirectory() as folder:
+        conftest.train(script, script.Args(**args, run_dir=folder), on_log=log)
     *_, before, after = counts
     assert after["waits"] - before["waits"] == 1
     assert after["replays"] - before["replays"] == 2 * 20
 
 
-@pytest.mark.thorough
-def test_training_on_cuda_is_the_same_in_all_modes_and_schedules(tmp_path):
-    check_runs(TURBO, tmp_path)
-
-
-def test_the_host_waits_only_to_log(tmp_path):
-    check_waits(TURBO, tmp_path)
-
-
 # planted bugs
 
-
-def check_against_plain(script, folder):
-    check_equal(PLAIN, script, steps=(6,))
-
-
+check_projection = test_projection_shares_each_return_between_two_atoms
+check_returns, check_noise = test_returns_end_with_the_episode, test_each_environment_has_noise_of_its_own_size
+check_against_plain = partial(check_equal, PLAIN, steps=(6,))
+check_waits = test_the_host_waits_only_to_log
+check_runs = test_training_on_cuda_is_the_same_in_all_modes_and_schedules
+CRITICS = ("list(self.critics.values()), self.args.tau", "list(self.critics.values()), 1.0")
 BUGS = [
     (TURBO, "projection", "(1 - distances).clamp(min=0)", "(1 - distances).abs()", check_projection),
     (PLAIN, "projection", "probabilities * (1 - upper_share)", "probabilities * upper_share", check_projection),
@@ -424,13 +391,7 @@ BUGS = [
     (TURBO, "double Q", "first <= second", "first >= second", check_against_plain),
     (TURBO, "weight decay", "1 - self.lr * self.weight_decay", "1 - 0 * self.lr", check_against_plain),
     (TURBO, "delay", "if update % self", "if (update + 1) % self", check_against_plain),
-    (
-        TURBO,
-        "target",
-        "list(self.critics.values()), self.args.tau",
-        "list(self.critics.values()), 1.0",
-        check_against_plain,
-    ),
+    (TURBO, "target", *CRITICS, check_against_plain),
     (TURBO, "statistics", "normalizer.update(self.obs)", "normalizer.update(self.obs[:1])", check_against_plain),
 ]
 COUNT = "self.count = getattr(self, 'count', 0) + 1\n        self.stored.fill_(self.count)"
@@ -444,27 +405,9 @@ LATER = [  # on the emulated device
     (TURBO, "Python", "self.stored.add_(1)", COUNT, check_runs),
     (TURBO, "waits", "self.choose_actions()\n", "self.choose_actions()\n        self.losses()\n", check_waits),
 ]
-
-
-def check_caught(script, old, new, check, folder):
-    source = Path(script.__file__).read_text()
-    assert source.count(old) == 1, f"not there once: {old}"
-    edited = load_copy(stem(script), source.replace(old, new), folder)
-    with pytest.raises((AssertionError, RuntimeError, SystemExit, IndexError)) as caught:
-        check(edited, folder / "runs")
-    assert caught.type is not NotImplementedError
-
-
-@pytest.mark.parametrize(("script", "kind", "old", "new", "check"), planted(BUGS))
-def test_a_planted_bug_is_caught(script, kind, old, new, check, tmp_path):
-    check_caught(script, old, new, check, tmp_path)
-
-
-@pytest.mark.planted
-@pytest.mark.parametrize(("script", "kind", "old", "new", "check"), LATER)
-def test_a_planted_bug_is_caught_on_the_device(script, kind, old, new, check, tmp_path):
-    check_caught(script, old, new, check, tmp_path)
-
+ERRORS = (AssertionError, RuntimeError, SystemExit, IndexError)
+test_a_planted_bug_is_caught = noticing(BUGS, ERRORS)
+test_a_planted_bug_is_caught_on_the_device = pytest.mark.planted(noticing(LATER, ERRORS))
 
 # edits
 

@@ -9,6 +9,8 @@ import envpool
 import numpy as np
 import pytest
 import torch
+from checks import no_waits
+from conftest import saved
 
 from leanrl import dqn_atari
 from leanrl.dqn_atari import FrameReplay
@@ -76,6 +78,11 @@ class Streams:
         return self.obs, actions, rewards, terminated, is_reset
 
 
+def buffers_and_streams(size, num_envs, seed=0, device=CPU):
+    """Both buffers, in which the same transitions can be drawn, and streams for them."""
+    return FrameReplay(size, num_envs, SMALL, device), StackReplay(size, num_envs), Streams(num_envs, seed)
+
+
 def begin(buffers, envs):
     """Store what `reset` returns, to which no actions led."""
     obs, _ = envs.reset()
@@ -112,15 +119,19 @@ def assert_same_transitions(replay, naive):
         assert np.array_equal(column, wanted[name]), name
 
 
+def assert_drawn(columns, naive, uniform):
+    """These numbers have drawn these transitions."""
+    wanted = naive.columns()
+    rows = (uniform * len(wanted["actions"])).long().numpy()
+    for name, column in columns.items():
+        assert np.array_equal(column.cpu().numpy(), wanted[name][rows]), name
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(("size", "num_envs"), [(2, 1), (3, 1), (50, 1), (16, 8), (50, 3), (100, 16)])
 def test_transitions_come_out_as_they_went_in(size, num_envs, seed):
     """After each of the steps in which the ring is filled and overwritten several times."""
-    replay, naive, streams = (
-        FrameReplay(size, num_envs, SMALL, CPU),
-        StackReplay(size, num_envs),
-        Streams(num_envs, seed),
-    )
+    replay, naive, streams = buffers_and_streams(size, num_envs, seed)
     begin((replay, naive), streams)
     for _ in range(max(100, 8 * replay.steps)):
         advance((replay, naive), streams)
@@ -183,7 +194,7 @@ def test_stacks_are_envpools(game, settings, sights, monkeypatch):
 
 def test_only_resets_are_not_drawn_and_all_others_with_equal_probability():
     """The numbers that draw are cut into one piece of the same length for each transition, at both ends too."""
-    replay, naive, streams = FrameReplay(60, 3, SMALL, CPU), StackReplay(60, 3), Streams(3)
+    replay, naive, streams = buffers_and_streams(60, 3)
     begin((replay, naive), streams)
     advance((replay, naive), streams, 70)
     rewards = naive.columns()["rewards"]
@@ -198,7 +209,7 @@ def test_only_resets_are_not_drawn_and_all_others_with_equal_probability():
 def test_compiled_in_one_graph_it_does_the_same():
     """Writing and drawing, for several rounds of the ring, without a recompilation."""
     torch._dynamo.reset()
-    replay, naive, streams = FrameReplay(30, 3, SMALL, CPU), StackReplay(30, 3), Streams(3)
+    replay, naive, streams = buffers_and_streams(30, 3)
     begin((replay, naive), streams)
     uniform = torch.rand(100, dtype=torch.float64)
 
@@ -212,10 +223,7 @@ def test_compiled_in_one_graph_it_does_the_same():
         naive.store(*values)
         with torch._dynamo.config.patch(error_on_recompile=step > 0):
             columns = store_and_sample(*map(torch.from_numpy, values))
-        wanted = naive.columns()
-        rows = (uniform * len(wanted["actions"])).long().numpy()
-        for name, column in columns.items():
-            assert np.array_equal(column, wanted[name][rows]), name
+        assert_drawn(columns, naive, uniform)
 
 
 @pytest.mark.parametrize("num_envs", [1, 8, 256])
@@ -225,29 +233,18 @@ def test_a_million_transitions_take_7_gigabytes(num_envs):
     assert 84 * 84 * 10**6 < sum(tensor.nbytes for tensor in tensors) < 7.2e9
 
 
-def reload(replay):
-    """The state of a buffer as it comes back from a file, and the size of that."""
-    file = io.BytesIO()
-    torch.save(replay.state_dict(), file)
-    size = file.tell()
-    file.seek(0)
-    return torch.load(file, weights_only=True), size
-
-
 @pytest.mark.parametrize("begins_anew", [False, True])
-@pytest.mark.parametrize("steps", [0, 5, 33, 200])
-def test_a_restored_buffer_goes_on(steps, begins_anew):
-    """With the same games, or with new ones, as in a run that is resumed."""
-    replay, restored, naive, streams = (
-        FrameReplay(100, 3, SMALL, CPU),
-        FrameReplay(100, 3, SMALL, CPU),
-        StackReplay(100, 3),
-        Streams(3),
-    )
+@pytest.mark.parametrize(("steps", "used"), [(0, False), (5, False), (20, True), (33, False), (200, False)])
+def test_a_restored_buffer_goes_on(steps, used, begins_anew):
+    """With the same games, or with new ones, as in a run that is resumed; and without all that it had before."""
+    replay, naive, streams = buffers_and_streams(100, 3)
+    restored = FrameReplay(100, 3, SMALL, CPU)
+    if used:
+        begin([restored], streams)
+        advance([restored], streams, 200)
     begin((replay, naive), streams)
     advance((replay, naive), streams, steps)
-    state, _ = reload(replay)
-    restored.load_state_dict(state)
+    restored.load_state_dict(saved(replay))
     if steps:
         assert_same_transitions(restored, naive)
     if begins_anew:
@@ -265,26 +262,9 @@ def test_a_checkpoint_has_what_is_stored_and_is_no_copy():
     frames = replay.state_dict()["frames"]
     assert frames.data_ptr() == replay.columns["frames"].data_ptr()
     assert frames.untyped_storage().nbytes() == 31 * 2 * 6
-    _, size = reload(replay)
-    assert size < replay.stored_before.nbytes + 10_000
-
-
-def test_a_buffer_that_has_been_used_forgets():
-    """What is loaded into it replaces all that it had."""
-    replay, used, naive, streams = (
-        FrameReplay(100, 3, SMALL, CPU),
-        FrameReplay(100, 3, SMALL, CPU),
-        StackReplay(100, 3),
-        Streams(3),
-    )
-    begin([used], streams)
-    advance([used], streams, 200)
-    begin((replay, naive), streams)
-    advance((replay, naive), streams, 20)
-    used.load_state_dict(reload(replay)[0])
-    for _ in range(100):
-        advance((used, naive), streams)
-        assert_same_transitions(used, naive)
+    file = io.BytesIO()
+    torch.save(replay.state_dict(), file)
+    assert file.tell() < replay.stored_before.nbytes + 10_000
 
 
 CUDA = torch.device("cuda")
@@ -293,17 +273,14 @@ CUDA = torch.device("cuda")
 @pytest.mark.gpu
 class TestOnCuda:
     def test_a_graph_writes_and_draws_and_nothing_waits(self):
-        replay, naive, streams = FrameReplay(50, 3, SMALL, CUDA), StackReplay(50, 3), Streams(3)
+        replay, naive, streams = buffers_and_streams(50, 3, device=CUDA)
         begin((replay, naive), streams)
         inputs = [torch.as_tensor(values, device=CUDA) for values in streams.step()]
         uniform = torch.rand(100, dtype=torch.float64)
         on_device = uniform.to(CUDA)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             replay.store(*inputs)
             sample(replay, on_device)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             replay.store(*inputs)
@@ -315,21 +292,17 @@ class TestOnCuda:
                 tensor.copy_(torch.from_numpy(array))
             graph.replay()
             if step >= 20:  # the one from before capture cannot be drawn any more
-                wanted = naive.columns()
-                rows = (uniform * len(wanted["actions"])).long().numpy()
-                for name, column in columns.items():
-                    assert np.array_equal(column.cpu().numpy(), wanted[name][rows]), name
+                assert_drawn(columns, naive, uniform)
 
     @pytest.mark.parametrize(("first", "second"), [(CPU, CUDA), (CUDA, CPU)])
     def test_batches_and_checkpoints(self, first, second):
         """What is saved on one device comes back on the other, and batches are where the buffer is."""
-        replay, restored = FrameReplay(50, 3, SMALL, first), FrameReplay(50, 3, SMALL, second)
-        naive, streams = StackReplay(50, 3), Streams(3)
+        replay, naive, streams = buffers_and_streams(50, 3, device=first)
+        restored = FrameReplay(50, 3, SMALL, second)
         begin((replay, naive), streams)
         advance((replay, naive), streams, 40)
         assert_same_transitions(replay, naive)
-        state, _ = reload(replay)
-        restored.load_state_dict(state)
+        restored.load_state_dict(saved(replay))
         advance((restored, naive), streams, 10)
         assert_same_transitions(restored, naive)
         columns = restored.sample(torch.zeros(5, dtype=torch.float64, device=second))

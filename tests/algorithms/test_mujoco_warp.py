@@ -2,7 +2,6 @@
 
 import functools
 import sys
-from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 pytest.importorskip("mujoco_warp", reason="pip install -r requirements/warp.txt")
 
-from conftest import load_copy
+from formulas import assert_noticed
 from gymnasium.envs.mujoco.hopper_v5 import HopperEnv
 from gymnasium.vector import AutoresetMode
 from scipy.stats import ks_2samp
@@ -58,24 +57,27 @@ def rollout(envs, steps=40, seed=1, change=lambda envs: None):
     return parts | {"first": obs, "final_obs": torch.stack([step[4]["final_obs"] for step in found])}
 
 
-def comparable(name, folder):
-    """Arguments with which both simulators compute the same.
+def check_first_step(name, folder, **kwargs):
+    """Both simulators agree in the first step, after which no episode ends; returns the differences in all steps.
 
-    MuJoCo Warp does not have Humanoid's solver. Where a steep capsule touches the ground, it turns the pyramid that
-    approximates the friction cone.
+    With arguments with which they compute the same: MuJoCo Warp does not have Humanoid's solver. Where a steep capsule
+    touches the ground, it turns the pyramid that approximates the friction cone.
     """
-    return {"newton": True} | (study.elliptic("ant.xml", folder) if name == "Ant-v5" else {})
+    comparable = {"newton": True} | (study.elliptic("ant.xml", folder) if name == "Ant-v5" else {})
+    found = study.differences(name, WORLDS, **comparable, **kwargs)
+    first, rewards, _ = TOLERANCES[name]
+    assert np.nanmax(found["obs"][0]) <= first
+    assert np.nanmax(found["rewards"][0]) <= rewards
+    assert not found["terminated"].any()
+    return found
 
 
 @tasks
 def test_steps_are_gymnasiums(name, tmp_path):
-    found = study.differences(name, WORLDS, **comparable(name, tmp_path))
-    first, rewards, ten = TOLERANCES[name]
-    assert np.nanmax(found["obs"][0]) <= first
-    assert np.nanmax(found["rewards"][0]) <= rewards
+    found = check_first_step(name, tmp_path)
+    _, _, ten = TOLERANCES[name]
     assert np.median(np.nanmax(found["obs"], (0, 2))) <= ten
     assert np.median(np.nanmax(found["rewards"], 0)) <= ten
-    assert not found["terminated"].any()
 
 
 @tasks
@@ -229,34 +231,24 @@ def test_tensors_are_the_callers():
     assert dtypes == [torch.float32, torch.float32, torch.bool, torch.bool, torch.float32, torch.bool]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "kwargs"),
-    [
-        (
-            "HalfCheetah-v5",
-            {"forward_reward_weight": 2.0, "exclude_current_positions_from_observation": False, "frame_skip": 2},
-        ),
-        (
-            "Ant-v5",
-            {"main_body": "aux_1", "contact_cost_weight": 0.1, "contact_force_range": (-0.5, 0.3)}
-            | {"healthy_z_range": (0.4, 0.7), "include_cfrc_ext_in_observation": False, "healthy_reward": 0.5},
-        ),
-        (
-            "Humanoid-v5",
-            {"contact_cost_weight": 1e-4, "contact_cost_range": (0.1, 0.5), "terminate_when_unhealthy": False}
-            | {"include_cinert_in_observation": False, "include_qfrc_actuator_in_observation": False},
-        ),
-        ("Hopper-v5", {"healthy_state_range": (-2.0, 2.0), "healthy_z_range": (1.1, 1.3)}),
-        ("InvertedDoublePendulum-v5", {"healthy_reward": 3.0}),
-    ],
+ARGUMENTS = {
+    "HalfCheetah-v5": {"forward_reward_weight": 2.0, "exclude_current_positions_from_observation": False},
+    "Ant-v5": {"main_body": "aux_1", "contact_cost_weight": 0.1, "contact_force_range": (-0.5, 0.3)},
+    "Humanoid-v5": {"contact_cost_weight": 1e-4, "contact_cost_range": (0.1, 0.5), "terminate_when_unhealthy": False},
+    "Hopper-v5": {"healthy_state_range": (-2.0, 2.0), "healthy_z_range": (1.1, 1.3)},
+    "InvertedDoublePendulum-v5": {"healthy_reward": 3.0},
+}
+ARGUMENTS["HalfCheetah-v5"] |= {"frame_skip": 2}
+ARGUMENTS["Ant-v5"] |= {"healthy_z_range": (0.4, 0.7), "include_cfrc_ext_in_observation": False, "healthy_reward": 0.5}
+ARGUMENTS["Humanoid-v5"] |= dict.fromkeys(
+    ("include_cinert_in_observation", "include_qfrc_actuator_in_observation"), False
 )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "kwargs"), ARGUMENTS.items())
 def test_keyword_arguments_are_gymnasiums(name, kwargs, tmp_path):
-    found = study.differences(name, WORLDS, **comparable(name, tmp_path), **kwargs)
-    first, rewards, _ = TOLERANCES[name]
-    assert np.nanmax(found["obs"][0]) <= first
-    assert np.nanmax(found["rewards"][0]) <= rewards
-    assert not found["terminated"].any()
+    check_first_step(name, tmp_path, **kwargs)
 
 
 def test_an_unknown_keyword_argument():
@@ -282,42 +274,25 @@ def test_a_picture_shows_the_first_world(monkeypatch):
 # planted bugs
 
 
-def steps(name):
-    return lambda folder: test_steps_are_gymnasiums(name, folder)
-
-
-def resets(name):
-    return lambda folder: test_resets_are_gymnasiums(name)
-
-
-def begins_again(name):
-    return lambda folder: test_an_episode_after_an_autoreset_is_like_any_other(name)
-
-
-def alone(test):
-    return lambda folder: test()
-
-
+STEPS = (test_steps_are_gymnasiums, "Hopper-v5")
+RESETS = (test_resets_are_gymnasiums, "Hopper-v5")
+BEGINS_AGAIN = (test_an_episode_after_an_autoreset_is_like_any_other, "Hopper-v5")
 FORWARD, NOISE = "env.v5.forward_reward_weight * velocity\n    rewards", "scale * velocities"
 LIMIT, RETURNED = "self.steps >= self.max_episode_steps", "return self.obs, rewards"
 X = "self.x = torch.where(where, self.task.position(self), self.x)"
 CONTACT = "rewards - env.v5.contact_cost_weight * forces.square().sum((1, 2)), terminated"
+BEFORE = ("final_obs = self.task.observe(self)", "final_obs = self.obs")
 BUGS = [
-    ("the reward has another weight", FORWARD, "2 * velocity\n    rewards", steps("Hopper-v5")),
-    ("the time limit is one step later", LIMIT, LIMIT.replace(">=", ">"), alone(test_the_time_limit_truncates)),
-    ("a reset returns the last observation", RETURNED, "return final_obs, rewards", alone(test_same_step_autoreset)),
-    ("velocity is from before the reset", X, "pass", begins_again("Hopper-v5")),
-    ("seeds are ignored", "self.generator.manual_seed(seed)", "pass", alone(test_seeds)),
-    ("noise is too large", NOISE, f"2 * {NOISE}", resets("Hopper-v5")),
-    (
-        "observations are those before the step",
-        "final_obs = self.task.observe(self)",
-        "final_obs = self.obs",
-        steps("Hopper-v5"),
-    ),
-    ("velocities are not clipped", "1), env.qvel.clamp(-10, 10)), 1)", "1), env.qvel), 1)", resets("Hopper-v5")),
-    ("velocity is since the reset", "        self.x = x\n", "", steps("Hopper-v5")),
-    ("contacts cost nothing", CONTACT, "rewards, terminated", steps("Ant-v5")),
+    ("the reward has another weight", FORWARD, "2 * velocity\n    rewards", STEPS),
+    ("the time limit is one step later", LIMIT, LIMIT.replace(">=", ">"), [test_the_time_limit_truncates]),
+    ("a reset returns the last observation", RETURNED, "return final_obs, rewards", [test_same_step_autoreset]),
+    ("velocity is from before the reset", X, "pass", BEGINS_AGAIN),
+    ("seeds are ignored", "self.generator.manual_seed(seed)", "pass", [test_seeds]),
+    ("noise is too large", NOISE, f"2 * {NOISE}", RESETS),
+    ("observations are those before the step", *BEFORE, STEPS),
+    ("velocities are not clipped", "1), env.qvel.clamp(-10, 10)), 1)", "1), env.qvel), 1)", RESETS),
+    ("velocity is since the reset", "        self.x = x\n", "", STEPS),
+    ("contacts cost nothing", CONTACT, "rewards, terminated", (test_steps_are_gymnasiums, "Ant-v5")),
 ]
 
 
@@ -328,8 +303,6 @@ def test_a_planted_bug_is_noticed(bug, old, new, check, tmp_path, monkeypatch):
     for name in TASKS:
         monkeypatch.setitem(gym.registry, f"warp/{name}", gym.spec(f"warp/{name}"))
     monkeypatch.setattr(sys.modules[__name__], "make", functools.cache(make.__wrapped__))
-    source = Path(mujoco_warp.__file__).read_text()
-    assert source.count(old) == 1, f"not there once: {old}"
-    load_copy("mujoco_warp", source.replace(old, new), tmp_path)
-    with pytest.raises(AssertionError):
-        check(tmp_path)
+    test, *name = check
+    folder = [tmp_path] if test is test_steps_are_gymnasiums else []
+    assert_noticed(mujoco_warp, old, new, lambda edited: test(*name, *folder), tmp_path)

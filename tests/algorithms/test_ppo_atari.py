@@ -1,33 +1,22 @@
 """PPO for Atari: the meaning of envpool's steps, learning from them, plain against turbo, capture."""
 
-import functools
 import itertools
 import json
+from functools import partial
 from unittest.mock import patch
 
+import checks
 import conftest
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    MODES,
-    assert_close_in_norm,
-    assert_learners_agree,
-    assert_same_state,
-    clones,
-    copy_networks,
-    learnt,
-    leaves,
-    make_learner,
-    one_graph_each,
-    saved,
-    scalars,
-    train,
-)
+from conftest import MODES, assert_close_in_norm, clones, copy_networks, learnt, make_learner, scalars, train
+from test_cli import refused
 from test_ppo import fix_order, textbook_advantages
 
 PLAIN, TURBO = conftest.PLAIN["ppo_atari"], conftest.TURBO["ppo_atari"]
+script = checks.plain_and_turbo("ppo_atari")
 SHAPE = (4, 84, 84)
 GAMES = ("..l...g....", "t..lg.x.ll.", "...........", "xtlg.......")
 MEANING = {  # of a step: terminated and truncated of the five that envpool returns, info["terminated"]
@@ -80,11 +69,6 @@ class ScriptedPool:
 def with_resets(game):
     """ "..l." to "..lr.": the steps that start an episode are put in."""
     return "".join(letter if letter == "." else f"{letter}r" for letter in game)
-
-
-@pytest.fixture(params=[PLAIN, TURBO], ids=["plain", "turbo"])
-def script(request):
-    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +236,7 @@ def test_a_minibatch_without_a_valid_row_changes_nothing(script):
         learner.act(t, obs)
         learner.record(t, np.ones(2), np.zeros(2, bool), np.zeros(2, bool), np.ones(2, bool))
     learner.update(1e-3, obs)
-    for name, tensor in leaves(conftest.networks(learner)):
+    for name, tensor in conftest.leaves(conftest.networks(learner)):
         assert torch.equal(tensor, before[name])
     losses = learner.losses()
     assert losses.pop("explained_variance") != 0 and set(losses.values()) == {0.0}
@@ -279,14 +263,6 @@ def test_what_is_in_steps_that_start_an_episode_changes_nothing(script, monkeypa
         assert torch.equal(tensor, results[1][name]), name
 
 
-@pytest.fixture
-def double_precision():
-    """Learners that are made in a test compute in float64."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def update_both(monkeypatch, mode="eager", **kwargs):
     """Plain and turbo after each of ten iterations with the same rollouts and minibatches, 5 in each."""
     kwargs = {"num_envs": 4, "num_steps": 10, "num_minibatches": 5, "update_epochs": 1} | kwargs
@@ -310,20 +286,16 @@ OTHER_LOSSES = {"clip_vloss": False, "norm_adv": False}
 def test_turbo_equals_plain_in_double_precision(kwargs, monkeypatch, double_precision):
     """From the same weights and rollouts, to rounding."""
     for plain, turbo in update_both(monkeypatch, **kwargs):
-        assert_learners_agree(plain, turbo, tolerance=1e-9)
+        conftest.assert_learners_agree(plain, turbo, tolerance=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "mode"),
-    [({}, "eager"), ({}, "compile"), (OTHER_LOSSES, "eager")],
-    ids=["default-eager", "default-compile", "other losses"],
-)
+@checks.settings({"other losses": OTHER_LOSSES})
 def test_turbo_equals_plain(kwargs, mode, monkeypatch):
     """From the same weights and rollouts, parameters agree after each iteration, of 5 minibatches.
 
     Gradients and losses agree less: in float32 rounding decides on which side of 0 some units are.
     """
-    with one_graph_each({"eager": 0, "compile": 2}[mode]):  # acting, update
+    with conftest.one_graph_each({"eager": 0, "compile": 2}[mode]):  # acting, update
         for plain, turbo in update_both(monkeypatch, mode, **kwargs):
             got, wanted = (torch.cat([w.flatten() for w in learner.agent.parameters()]) for learner in (turbo, plain))
             assert_close_in_norm({"agent": got}, {"agent": wanted}, 3e-5)
@@ -355,50 +327,30 @@ def test_actions_are_drawn_by_their_probabilities(script):
 @pytest.mark.parametrize(("target_kl", "epochs"), [(None, 4), (1e9, 4), (1e-9, 1)])
 def test_target_kl_ends_the_epochs(script, target_kl, epochs):
     learner = make_learner(script, target_kl=target_kl, update_epochs=4)
-    count = itertools.count()
-    update_minibatch = learner.update_minibatch
-
-    def counting(*rows):
-        next(count)
-        return update_minibatch(*rows)
-
-    learner.update_minibatch = counting
+    minibatches = checks.watch_minibatches(learner)
     learner.update(1e-3, roll_out([learner], make_envs(script, 2)))
-    assert next(count) == epochs * 4
+    assert len(minibatches) == epochs * 4
 
 
 def test_every_transition_is_drawn_once_an_epoch(script):
     learner = make_learner(script, update_epochs=3)
-    update_minibatch, drawn = learner.update_minibatch, []
-
-    def watched(*rows):
-        drawn.append(rows[0]["log_prob"] if script is PLAIN else learner.batch["log_prob"][learner.rows])
-        return update_minibatch(*rows)
-
-    learner.update_minibatch = watched
+    if script is PLAIN:
+        drawn = checks.watch_minibatches(learner, lambda rows: rows["log_prob"])
+    else:
+        drawn = checks.watch_minibatches(learner, lambda: learner.batch["log_prob"][learner.rows])
     learner.update(1e-3, roll_out([learner], make_envs(script, 2)))
-    epochs = [torch.cat(drawn[i : i + 4]) for i in (0, 4, 8)]
-    assert {len(minibatch) for minibatch in drawn} == {8}
-    assert all(torch.equal(epoch.sort().values, epochs[0].sort().values) for epoch in epochs)
-    assert len(epochs[0].unique()) == 32 and not torch.equal(epochs[0], epochs[1])
+    checks.draws_all_rows(drawn, 32)
 
 
 def test_a_restored_learner_continues_bit_by_bit(script):
-    def advance(learner, seed):
-        envs = make_envs(script, 2, seed)
+    def advance(learner, part):
+        envs = make_envs(script, 2, part)
         obs = None
         for _ in range(3):
             obs = roll_out([learner], envs, obs)
             learner.update(1e-3, obs)
 
-    learner = make_learner(script)
-    advance(learner, seed=0)
-    state = saved(learner)
-    advance(learner, seed=1)
-    restored = make_learner(script, seed=2)
-    restored.load_state_dict(state)
-    advance(restored, seed=1)
-    assert_same_state(restored.state_dict(), learner.state_dict())
+    checks.goes_on_when_restored(partial(make_learner, script), advance)
 
 
 @pytest.fixture
@@ -407,34 +359,9 @@ def envpool(monkeypatch):
     monkeypatch.undo()
 
 
-def short_games(monkeypatch, steps):
-    """From now on games end after so many steps."""
-    import envpool
-
-    monkeypatch.setattr(envpool, "make", functools.partial(envpool.make, max_episode_steps=steps))
-
-
 @pytest.mark.usefixtures("envpool")
 class TestEnvpool:
     """Breakout itself."""
-
-    def test_lives_games_and_time_limits(self, script, monkeypatch):
-        short_games(monkeypatch, 60)
-        envs = make_envs(script, 4, seed=1)
-        obs, _ = envs.reset()
-        assert obs.dtype == np.uint8 and obs.shape == (4, *SHAPE)
-        generator = np.random.default_rng(0)
-        ends = np.zeros(3, int)
-        ended = np.zeros(4, bool)
-        for _ in range(400):
-            _, rewards, terminated, truncated, infos = envs.step(generator.integers(0, 4, 4))
-            assert (infos["is_reset"] == ended).all()
-            assert not (rewards[ended].any() or infos["raw_rewards"][ended].any())
-            ended = terminated | truncated
-            assert not (ended & infos["is_reset"]).any() and not (terminated & truncated).any()
-            assert (infos["game_ended"] <= ended).all()
-            ends += (terminated.sum(), truncated.sum(), infos["game_ended"].sum())
-        assert (ends[:2] > 5).all() and ends[2] == ends[1]  # nobody loses five lives in 60 steps
 
     def test_games_are_seeded(self, script):
         def frames(seed):
@@ -446,10 +373,8 @@ class TestEnvpool:
 
     @pytest.mark.parametrize("name", ["Brakeout-v5", "HalfCheetah-v5", "Pendulum-v1"])
     def test_an_unknown_game_is_refused(self, script, name, tmp_path, capsys):
-        with pytest.raises(SystemExit) as error:
-            script.train(script.Args(env_id=name, run_dir=str(tmp_path / "runs")))
-        (line,) = capsys.readouterr().err.splitlines()
-        assert error.value.code == 2 and line.startswith(f"error: --env-id {name}: name an Atari game of envpool, ")
+        line = refused(capsys, partial(script.train, script.Args(env_id=name, run_dir=str(tmp_path / "runs"))))
+        assert line.startswith(f"error: --env-id {name}: name an Atari game of envpool, ")
         assert not (tmp_path / "runs").exists()
 
     def test_the_policy_and_its_export_agree(self, script, tmp_path):
@@ -477,11 +402,8 @@ class TestEnvpool:
         entropies = [losses["entropy"] for losses in logged]
         assert entropies[0] == pytest.approx(np.log(4), abs=1e-3) and 1 < entropies[-1] < np.log(4) - 1e-5
 
-    def test_a_run_of_the_plain_script(self, tmp_path):
-        self.check_a_run_of_breakout(PLAIN, tmp_path, cuda=False)
-
-    def test_a_run_on_the_cpu(self, tmp_path):
-        self.check_a_run_of_breakout(TURBO, tmp_path, cuda=False)
+    def test_a_run_on_the_cpu(self, script, tmp_path):
+        self.check_a_run_of_breakout(script, tmp_path, cuda=False)
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("mode", ["cudagraphs", "compile+cudagraphs"])
@@ -497,9 +419,8 @@ class TestEnvpool:
 
 def train_on_cuda(iterations, target_kl=None, **mode):
     """A learner on CUDA after some iterations."""
-    learner = make_learner(
-        TURBO, device="cuda", num_steps=8, num_minibatches=2, update_epochs=2, target_kl=target_kl, **mode
-    )
+    sizes = {"num_steps": 8, "num_minibatches": 2, "update_epochs": 2}
+    learner = make_learner(TURBO, device="cuda", target_kl=target_kl, **sizes, **mode)
     advance_on_cuda(learner, iterations)
     return learner
 
@@ -513,7 +434,7 @@ def advance_on_cuda(learner, iterations):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
+@pytest.mark.parametrize("mode", checks.OTHER_MODES)
 @pytest.mark.parametrize("target_kl", [None, 1e9])
 @pytest.mark.parametrize("iterations", [1, 6])
 def test_modes_agree(mode, target_kl, iterations):
@@ -536,35 +457,14 @@ def test_replays_draw_fresh_noise(mode):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_waits_for_actions_alone(mode):
-    """In the steady loop only the event of `act` synchronises, which the debug mode does not count."""
+    """In the steady loop, by the event of `act`."""
     learner = train_on_cuda(5, **MODES[mode])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with checks.no_waits():
         advance_on_cuda(learner, 2)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_a_checkpoint_continues_in_captured_graphs(mode):
-    """Loading fills the tensors that the graphs read: a restored learner goes on like the one that was saved."""
     learner = train_on_cuda(5, **MODES[mode])
-    state = conftest.saved(learner)
-    results = []
-    for _ in range(2):
-        learner.load_state_dict(state)
-        advance_on_cuda(learner, 1)
-        results.append(clones(conftest.networks(learner)))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
-    bias = conftest.networks(learner)["agent"]["actor.bias"]
-    assert not torch.equal(bias.cpu(), state["networks"]["agent"]["actor.bias"])
-
-
-@pytest.mark.gpu
-def test_training_on_cuda(tmp_path):
-    sizes = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 256, "cudagraphs": True}
-    TURBO.train(TURBO.Args(run_dir=str(tmp_path), **sizes))
-    summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
-    assert summary["cudagraphs"] and summary["device"] != "cpu"
+    checks.goes_on_when_captured(learner, learner, partial(advance_on_cuda, iterations=1))

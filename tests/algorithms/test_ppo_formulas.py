@@ -1,29 +1,14 @@
-"""PPO's losses and gradients equal the paper's formulas, in NumPy and float64, on handmade rows.
-
-Other tests compare plain and turbo with each other; these tests notice errors that both share. At the end, bugs are
-planted in copies of the scripts: one of each kind in CI, the others with `pytest -m planted tests/algorithms`.
-"""
+"""PPO's losses and gradients equal the paper's formulas, in NumPy and float64, on handmade rows."""
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from conftest import MULTI, PLAIN, TURBO, gradients, stem
-from formulas import (
-    CONTINUOUS,
-    DISCRETE,
-    IMAGES,
-    assert_noticed,
-    double,
-    images,
-    make_learner,
-    name_of,
-    pair,
-    planted,
-    slopes,
-)
+from formulas import CONTINUOUS, DISCRETE, IMAGES, double, images, make_learner, name_of, noticing, pair, slopes
 
 CLIP, ENT_COEF, VF_COEF = 0.2, 0.02, 0.7
 LOG_STD = np.array([-0.5, 0.0, 0.3])
@@ -181,7 +166,9 @@ def make_ppo(script, actions, **kwargs):
     return learner, Rows(learner, discrete=actions is DISCRETE)
 
 
-def check_ppo(script, actions, norm_adv=True, clip_vloss=True):
+@each_ppo
+@pytest.mark.parametrize(("norm_adv", "clip_vloss"), [(True, True), (False, False)], ids=["default", "other"])
+def test_ppo_computes_the_papers_losses_and_gradients(script, actions, norm_adv, clip_vloss):
     """Losses of arXiv:1707.06347 and statistics, and the gradients of biases and log_std after two minibatches.
 
     The latter are in Adam's first moments, 0.1 times the second one and 0.09 times the first one.
@@ -214,12 +201,7 @@ def check_ppo(script, actions, norm_adv=True, clip_vloss=True):
 
 
 @each_ppo
-@pytest.mark.parametrize("flags", [(True, True), (False, False)], ids=["default", "other"])
-def test_ppo_computes_the_papers_losses_and_gradients(script, actions, flags):
-    check_ppo(script, actions, *flags)
-
-
-def check_entropy_bonus(script, actions):
+def test_the_entropy_bonus_raises_entropy(script, actions):
     """Without advantages and value loss an update raises the entropy."""
     learner, rows = make_ppo(script, actions, vf_coef=0.0, norm_adv=False)
     rows.columns["advantages"] *= 0
@@ -232,11 +214,7 @@ def check_entropy_bonus(script, actions):
 
 
 @each_ppo
-def test_the_entropy_bonus_raises_entropy(script, actions):
-    check_entropy_bonus(script, actions)
-
-
-def check_gradient_clipping(script, actions):
+def test_ppo_clips_the_gradient(script, actions):
     """The norm is logged, and where it is larger than the largest one Adam gets the gradient scaled down to that."""
     for largest in (1e9, 0.01):
         learner, rows = make_ppo(script, actions, num_minibatches=1, max_grad_norm=largest)
@@ -246,17 +224,14 @@ def check_gradient_clipping(script, actions):
         assert logged > 0.1 and norm == pytest.approx(min(logged, largest), rel=1e-3)
 
 
-@each_ppo
-def test_ppo_clips_the_gradient(script, actions):
-    check_gradient_clipping(script, actions)
-
-
 def of_ppo(check):
     """The check of PPO, with the first actions that the script is tested with."""
     return lambda script: check(script, next(own for known, own in PPO_CASES if stem(known) == stem(script)))
 
 
-LOSSES, ENTROPY, CLIPPING = map(of_ppo, (check_ppo, check_entropy_bonus, check_gradient_clipping))
+check_losses = partial(test_ppo_computes_the_papers_losses_and_gradients, norm_adv=True, clip_vloss=True)
+TESTS = (check_losses, test_the_entropy_bonus_raises_entropy, test_ppo_clips_the_gradient)
+LOSSES, ENTROPY, CLIPPING = map(of_ppo, TESTS)
 VALUE_CLIP = ("torch.max(errors, (clipped_values", "torch.min(errors, (clipped_values")
 BONUS = ("- self.args.ent_coef * entropy", "+ self.args.ent_coef * entropy")
 NORMALIZED = "advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)"
@@ -279,13 +254,7 @@ PLAIN_BUGS = [  # algorithm, what is wrong, what is replaced by what, who notice
     ("ppo_atari", "errors of values are the smaller ones", *VALUE_CLIP, LOSSES),
     ("ppo_atari", "advantages normalized over other rows", *INVALID_ROWS, LOSSES),
     ("ppo_atari", "entropy is lowered", *BONUS, ENTROPY),
-    (
-        "ppo_atari",
-        "rows that do not count",
-        "entropy = masked_mean(policy.entropy(), valid)",
-        "entropy = policy.entropy().mean()",
-        LOSSES,
-    ),
+    ("ppo_atari", "rows that do not count", "masked_mean(policy.entropy(), valid)", "policy.entropy().mean()", LOSSES),
     ("ppo_lstm", "errors of values are the smaller ones", *VALUE_CLIP, LOSSES),
     ("ppo_lstm", "advantages normalized over other rows", *OTHER_ROWS, LOSSES),
     ("ppo_lstm", "entropy is lowered", *BONUS, ENTROPY),
@@ -308,6 +277,4 @@ BUGS += [
 ]
 
 
-@pytest.mark.parametrize(("script", "bug", "old", "new", "check"), planted(BUGS))
-def test_a_planted_bug_is_noticed(script, bug, old, new, check, tmp_path):
-    assert_noticed(script, old, new, check, tmp_path)
+test_a_planted_bug_is_noticed = noticing(BUGS)

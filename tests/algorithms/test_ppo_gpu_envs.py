@@ -10,22 +10,10 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    MODES,
-    PLAIN_ON_DEVICE,
-    TURBO_ON_DEVICE,
-    assert_close_in_norm,
-    assert_same_state,
-    clones,
-    load_copy,
-    make_learner,
-    networks,
-    one_graph_each,
-    scalars,
-    stem,
-)
+from conftest import assert_close_in_norm, clones, load_copy, make_learner, networks, one_graph_each, scalars, stem
 from emulated_cuda import emulated_cuda
-from formulas import assert_noticed, planted
+from formulas import noticing
+from test_cli import refused
 from test_edits import apply_hunk
 from test_ppo import fix_order
 from test_training_on_cuda import check_against_cpu, check_training, no_export
@@ -33,7 +21,7 @@ from test_training_on_cuda import check_against_cpu, check_training, no_export
 from instruments import __main__ as command
 from leanrl import ppo_continuous_action
 
-PLAIN, TURBO = PLAIN_ON_DEVICE["ppo_gpu"], TURBO_ON_DEVICE["ppo_gpu"]
+PLAIN, TURBO = conftest.PLAIN_ON_DEVICE["ppo_gpu"], conftest.TURBO_ON_DEVICE["ppo_gpu"]
 PAGE = Path(__file__).parents[2] / "doc" / "ppo_gpu_envs.md"
 SHORT = "tests.torch_pendulum:Short{}-v0"
 VARIANTS = ["", "Asymmetric", "NextStep", "Disabled", "WithoutFinal"]
@@ -58,7 +46,7 @@ def transitions_of(script, variant, steps=60):
     return [torch.stack(world) for world in worlds]
 
 
-def check_modes(script):
+def test_all_autoreset_modes_give_the_same_transitions(script=PLAIN):
     """All autoreset modes give the same transitions, with the true last observations."""
     wanted = transitions_of(script, "")
     for world in wanted:
@@ -78,10 +66,6 @@ def check_modes(script):
         ended = world[:, -1:] == 1
         assert torch.equal(got[:, 3:6], torch.where(ended, world[:, :3], world[:, 3:6]))
         assert torch.equal(got[:, 6:], world[:, 6:])
-
-
-def test_all_autoreset_modes_give_the_same_transitions():
-    check_modes(PLAIN)
 
 
 @pytest.mark.thorough
@@ -114,10 +98,7 @@ REFUSED = [
 @pytest.mark.parametrize(("wrong", "words"), REFUSED, ids=str)
 def test_bad_input_gets_one_clear_line(wrong, words, capsys, tmp_path):
     args = PLAIN.Args(**conftest.TINY_RUNS["ppo_gpu"] | wrong, run_dir=str(tmp_path / "runs"))
-    with pytest.raises(SystemExit) as error:
-        PLAIN.train(args)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert error.value.code == 2 and words in line and not list(tmp_path.glob("runs/*"))
+    assert words in refused(capsys, partial(PLAIN.train, args)) and not list(tmp_path.glob("runs/*"))
 
 
 # statistics
@@ -202,7 +183,8 @@ def fill(learner, columns):
 SIZES = {"num_steps": 9, "num_envs": 4, "num_minibatches": 3, "update_epochs": 2}
 
 
-def check_update_is_ppos(script):
+@each_script
+def test_an_update_is_that_of_ppo(script):
     """With one network, rollout and order of minibatches, an update is that of ppo_continuous_action.py."""
     learner = make_learner(script, desired_kl=None, learning_rate=3e-3, ent_coef=0.1, **SIZES)
     args = {"clip_vloss": False, "vf_coef": 2.0, "max_grad_norm": 1.0, "ent_coef": 0.1}
@@ -218,18 +200,11 @@ def check_update_is_ppos(script):
             ppo.update(3e-3)
             torch.manual_seed(iteration)  # the plain script draws the same order, turbo gets it
             learner.update()
-    own = {name: tensor for name, tensor in ppo.agent.named_parameters()}
-    got = {name: tensor for name, tensor in learner.agent.named_parameters()}
-    assert_close_in_norm(got, own, 1e-5)
-    return max(((got[name] - own[name]).norm() / own[name].norm().clamp(min=1e-9)).item() for name in own)
+    assert_close_in_norm(dict(learner.agent.named_parameters()), dict(ppo.agent.named_parameters()), 1e-5)
 
 
 @each_script
-def test_an_update_is_that_of_ppo(script):
-    print(stem(script), check_update_is_ppos(script))
-
-
-def check_steps_that_only_reset(script):
+def test_steps_that_only_reset_change_nothing(script):
     """Steps that are not valid change nothing, whatever they hold."""
     results = []
     for other in (0.0, 5.0):
@@ -251,11 +226,7 @@ def check_steps_that_only_reset(script):
 
 
 @each_script
-def test_steps_that_only_reset_change_nothing(script):
-    check_steps_that_only_reset(script)
-
-
-def check_learning_rate(script):
+def test_the_learning_rate_follows_the_divergence(script):
     """The rate grows by 1.5 below half of the desired divergence, falls by 1.5 above twice, and has limits."""
     learner = make_learner(script, desired_kl=0.01, learning_rate=1e-3)
 
@@ -273,11 +244,7 @@ def check_learning_rate(script):
 
 
 @each_script
-def test_the_learning_rate_follows_the_divergence(script):
-    check_learning_rate(script)
-
-
-def check_asymmetric(script):
+def test_the_critic_may_see_more(script):
     """The policy sees its own columns alone, and the critic its own alone."""
     learner = make_learner(script, env_id=SHORT.format("Asymmetric"))
     agent = learner.agent
@@ -288,11 +255,6 @@ def check_asymmetric(script):
     assert [column.tolist() for column in columns] == [[True] * 3 + [False] * 4, [False] * 3 + [True] * 4]
     policy, (example,) = learner.policy()
     assert example.shape == (2, 3) and policy(example).shape == (2, 1)
-
-
-@each_script
-def test_the_critic_may_see_more(script):
-    check_asymmetric(script)
 
 
 def noises(iteration, args):
@@ -326,34 +288,23 @@ def run(script, folder, device="cpu", iterations=6, **settings):
 
 def check_turbo(script, variant="", plain_script=PLAIN, mode="eager", **settings):
     """Whole runs of both agree: environments, statistics, losses, parameters."""
+    settings |= {"env_id": SHORT.format(variant)}
     with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
-        orders = [torch.randperm(36) for _ in range(12)]
-        plain_orders, turbo_orders = iter(orders), iter(orders)
-        randperm, rand = torch.randperm, torch.rand
-        monkeypatch.setattr(
-            torch, "randperm", lambda n, **kwargs: next(plain_orders) if n == 36 else randperm(n, **kwargs)
-        )
-        draw = lambda: torch.stack([next(turbo_orders).argsort().float() for _ in range(2)])  # noqa: E731
-        monkeypatch.setattr(torch, "rand", lambda *n, **k: draw() if n == ((2, 36),) else rand(*n, **k))
-        settings |= {"env_id": SHORT.format(variant)}
+        fix_order(monkeypatch)
         wanted, plain = run(plain_script, folder, **settings)
         torch.manual_seed(0)
-        got, turbo = run(script, folder, **settings, **MODES[mode])
+        got, turbo = run(script, folder, **settings, **conftest.MODES[mode])
     assert len(got) == len(wanted) == 6
     for iteration, (values, others) in enumerate(zip(got, wanted, strict=True)):
         assert values == pytest.approx(others, rel=1e-3, abs=1e-4), iteration
         assert values["episodes"] > 0
-    tensors = dict(plain.agent.state_dict())
-    ours = dict(turbo.agent.state_dict())
-    assert_close_in_norm(ours, tensors, 1e-4, least=1e-6)  # log_std is close to 0
-    return max(
-        ((ours[name] - tensor).norm() / tensor.norm().clamp(min=1e-2)).item() for name, tensor in tensors.items()
-    )
+    ours, theirs = (dict(learner.agent.state_dict()) for learner in (turbo, plain))
+    assert_close_in_norm(ours, theirs, 1e-4, least=1e-6)  # log_std is close to 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_turbo_equals_plain(variant):
-    print(variant, check_turbo(TURBO, variant=variant))
+    check_turbo(TURBO, variant=variant)
 
 
 @pytest.mark.thorough
@@ -370,7 +321,7 @@ def test_the_edit_of_the_page(tmp_path):
 @pytest.mark.thorough
 def test_turbo_equals_plain_compiled():
     with one_graph_each(3):
-        print(check_turbo(TURBO, mode="compile", reward_scaler=0.1))
+        check_turbo(TURBO, mode="compile", reward_scaler=0.1)
 
 
 # on the emulated device
@@ -416,7 +367,7 @@ def iteration_counts(script, folder, variant="", num_steps=8, **settings):
     return after - before, inner_after - inner_before
 
 
-def check_counts(script, folder=None, **settings):
+def check_counts(script, **settings):
     """The host waits once per iteration, for the log, and an environment step replays two graphs."""
     with tempfile.TemporaryDirectory() as folder:
         total, inner = iteration_counts(script, folder, **settings)
@@ -432,12 +383,9 @@ def test_the_host_waits_once_per_iteration():
 
 
 def check_captured(script):
-    """A run is the same with and without graphs."""
+    """A run is the same with and without graphs; memory that a graph never wrote is NaN, which ends it."""
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            check_training(script, Path(folder), runs=[(False, False), (True, True)])
-        except SystemExit as error:
-            raise AssertionError(error) from error  # memory that a graph never wrote is NaN
+        check_training(script, Path(folder), runs=[(False, False), (True, True)])
 
 
 # runs
@@ -469,12 +417,10 @@ def test_a_run_its_continuation_and_its_policy(script, tmp_path, capsys):
 
 
 def check_restored(learner, checkpoint):
-    for state in (learner.state_dict(), checkpoint["learner"]):
-        assert state["updates"] == 3
-    assert_same_state(
-        {key: learner.state_dict()[key] for key in ("networks", "optimizers")},
-        {key: checkpoint["learner"][key] for key in ("networks", "optimizers")},
-    )
+    state, saved = learner.state_dict(), checkpoint["learner"]
+    assert state["updates"] == saved["updates"] == 3
+    for name in ("networks", "optimizers"):
+        conftest.assert_same_state(state[name], saved[name])
 
 
 @pytest.mark.thorough
@@ -492,66 +438,36 @@ def test_ppo_balances_a_pendulum(script, tmp_path):
 # planted bugs
 
 
+check_steps_that_only_reset = test_steps_that_only_reset_change_nothing
+check_learning_rate, check_asymmetric = test_the_learning_rate_follows_the_divergence, test_the_critic_may_see_more
+check_update, check_modes = test_an_update_is_that_of_ppo, test_all_autoreset_modes_give_the_same_transitions
+NEXT_EPISODES = ("torch.where(ended[:, None], final_obs, obs)", "obs")
+NOT_MASKED = ("masked_mean(gains, valid)", "gains.mean()")
 BUGS = [
-    (
-        PLAIN,
-        "the last observation is the next episode's",
-        "torch.where(ended[:, None], final_obs, obs)",
-        "obs",
-        check_modes,
-    ),
+    (PLAIN, "the last observation is the next episode's", *NEXT_EPISODES, check_modes),
     (PLAIN, "steps that only reset are transitions", "self.valid = ~ended", "self.valid = valid", check_modes),
     (PLAIN, "all worlds are reset", 'reset(options={"reset_mask": ended})', "reset()", check_modes),
-    (PLAIN, "terminal states have a value", ' * (1 - rollout["terminated"])', "", check_update_is_ppos),
-    (
-        PLAIN,
-        "steps that only reset are learned",
-        "masked_mean(gains, valid)",
-        "gains.mean()",
-        check_steps_that_only_reset,
-    ),
+    (PLAIN, "terminal states have a value", ' * (1 - rollout["terminated"])', "", check_update),
+    (PLAIN, "steps that only reset are learned", *NOT_MASKED, check_steps_that_only_reset),
     (PLAIN, "the critic sees the policy's columns", "-self.critic_dim :", ": self.critic_dim", check_asymmetric),
     (PLAIN, "the rate has no upper limit", ", 1e-2)", ", 1.0)", check_learning_rate),
     (PLAIN, "returns go on in the next episode", "self.current.sub_(over[:, 1:])", "pass", check_counter),
-    (TURBO, "advantages go on in the next episode", "* (1 - ended))", "+ 0 * ended)", check_update_is_ppos),
+    (TURBO, "advantages go on in the next episode", "* (1 - ended))", "+ 0 * ended)", check_update),
     (TURBO, "one noise for all steps", "index_select(0, self.t)", "index_select(0, 0 * self.t)", check_turbo),
     (TURBO, "one row of the rollout", "(self.t + 1) % self.args.num_steps", "self.t", check_turbo),
     (TURBO, "the rate goes away from its aim", "1.5**direction", "1.5**-direction", check_learning_rate),
 ]
+test_a_planted_bug_is_noticed = pytest.mark.thorough(noticing(BUGS))
+WAIT = ("self.updates += 1", "self.updates += 1\n        self.losses()")
+OTHER_NOISE = ("self.noise.normal_()", "self.noise = torch.randn_like(self.noise)")
 RATE = 'self.optimizers["agent"].lr'
+REBOUND = (f"{RATE}.mul_(1.5**direction).clamp_(1e-5, 1e-2)", f"{RATE} = ({RATE} * 1.5**direction).clamp(1e-5, 1e-2)")
+PYTHONS = "self.at = (getattr(self, 'at', 0) + 1) % self.args.num_steps\n        self.t.fill_(self.at)"
+STEP = ("self.t.copy_((self.t + 1) % self.args.num_steps)", PYTHONS)
 LATER = [  # on the emulated device
-    (TURBO, "a wait in the loop", "self.updates += 1", "self.updates += 1\n        self.losses()", check_counts),
-    (
-        TURBO,
-        "noise in other memory",
-        "self.noise.normal_()",
-        "self.noise = torch.randn_like(self.noise)",
-        check_captured,
-    ),
-    (
-        TURBO,
-        "the learning rate rebound",
-        f"{RATE}.mul_(1.5**direction).clamp_(1e-5, 1e-2)",
-        f"{RATE} = ({RATE} * 1.5**direction).clamp(1e-5, 1e-2)",
-        check_captured,
-    ),
-    (
-        TURBO,
-        "the step of the rollout kept in Python",
-        "self.t.copy_((self.t + 1) % self.args.num_steps)",
-        "self.at = (getattr(self, 'at', 0) + 1) % self.args.num_steps\n        self.t.fill_(self.at)",
-        check_captured,
-    ),
+    (TURBO, "a wait in the loop", *WAIT, check_counts),
+    (TURBO, "noise in other memory", *OTHER_NOISE, check_captured),
+    (TURBO, "the learning rate rebound", *REBOUND, check_captured),
+    (TURBO, "the step of the rollout kept in Python", *STEP, check_captured),
 ]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("script", "bug", "old", "new", "check"), planted(BUGS))
-def test_a_planted_bug_is_noticed(script, bug, old, new, check, tmp_path):
-    assert_noticed(script, old, new, check, tmp_path)
-
-
-@pytest.mark.planted
-@pytest.mark.parametrize(("script", "bug", "old", "new", "check"), LATER)
-def test_a_planted_bug_is_noticed_on_the_device(script, bug, old, new, check, tmp_path):
-    assert_noticed(script, old, new, check, tmp_path)
+test_a_planted_bug_is_noticed_on_the_device = pytest.mark.planted(noticing(LATER, (AssertionError, SystemExit)))

@@ -1,37 +1,18 @@
 """PQN, for vectors and for Atari: targets, loss, RAdam, exploration, plain against turbo, capture, learning."""
 
 import itertools
-import json
+from functools import partial
 from types import SimpleNamespace
 
+import checks
 import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    ATARI,
-    MODES,
-    PLAIN,
-    TURBO,
-    algorithm,
-    assert_close_in_norm,
-    assert_learners_agree,
-    assert_same_state,
-    clones,
-    copy_networks,
-    gradients,
-    learnt,
-    leaves,
-    networks,
-    one_graph_each,
-    saved,
-    scalars,
-    stem,
-)
-from formulas import assert_noticed, images, make_learner, pair, planted
-from test_dqn import play
+from conftest import MODES, PLAIN, TURBO, clones, gradients, learnt, networks, one_graph_each, stem
+from formulas import assert_orthogonal, images, make_learner, noticing, pair
+from test_cli import refused
 from test_ppo import fix_order
-from test_ppo_atari import script_games
 from torch import nn
 
 NAMES = ("pqn", "pqn_atari")
@@ -183,7 +164,8 @@ def test_an_episode_that_ends_with_the_rollout(script):
     np.testing.assert_allclose(targets_of(learner, steps)[0], wanted, rtol=1e-5)
 
 
-def check_loss(script):
+@each_script
+def test_the_loss_is_the_mean_squared_td_error(script):
     """The mean squared TD error of the steps that the player had, and its gradient for the last layer's biases."""
     learner = make(script, num_minibatches=1, update_epochs=1, max_grad_norm=1e9)
     steps = random_steps(learner)
@@ -202,11 +184,7 @@ def check_loss(script):
 
 
 @each_script
-def test_the_loss_is_the_mean_squared_td_error(script):
-    check_loss(script)
-
-
-def check_descent(script):
+def test_updates_descend(script):
     """Small steps bring Q(s, a) closer to the targets of the first rollout."""
     learner = make(script, num_minibatches=1, update_epochs=1)
     steps = random_steps(learner)
@@ -219,11 +197,7 @@ def check_descent(script):
 
 
 @each_script
-def test_updates_descend(script):
-    check_descent(script)
-
-
-def check_clipping(script):
+def test_gradients_are_clipped(script):
     """The gradient is scaled to the largest norm; the norm before that is logged."""
     learner = make(script, num_minibatches=1, update_epochs=1, max_grad_norm=0.01)
     steps = random_steps(learner)
@@ -235,32 +209,20 @@ def check_clipping(script):
 
 
 @each_script
-def test_gradients_are_clipped(script):
-    check_clipping(script)
-
-
-@each_script
 def test_every_transition_is_drawn_once_an_epoch(script):
     learner = make(script, update_epochs=3)
     steps = random_steps(learner)
     steps.rewards += np.arange(24).reshape(8, 3) * 100  # so that all targets differ
     roll_out(learner, steps)
-    update_minibatch, drawn = learner.update_minibatch, []
 
-    def watched(*rows):
+    def targets(*rows):
         if is_plain(learner):
-            drawn.append(rows[0]["targets"].clone())
-        else:
-            atari = is_atari(learner)
-            drawn.append(learner.batch["targets"][learner.rows] if atari else learner.minibatch[:, -1].clone())
-        return update_minibatch(*rows)
+            return rows[0]["targets"].clone()
+        return learner.batch["targets"][learner.rows] if is_atari(learner) else learner.minibatch[:, -1].clone()
 
-    learner.update_minibatch = watched
+    drawn = checks.watch_minibatches(learner, targets)
     update(learner, steps, 1e-3)
-    epochs = [torch.cat(drawn[i : i + 4]) for i in (0, 4, 8)]
-    assert {len(minibatch) for minibatch in drawn} == {6}
-    assert all(torch.equal(epoch.sort().values, epochs[0].sort().values) for epoch in epochs)
-    assert len(epochs[0].unique()) == 24 and not torch.equal(epochs[0], epochs[1])
+    checks.draws_all_rows(drawn, 24)
 
 
 @pytest.mark.parametrize("script", pair("pqn_atari"), ids=stem)
@@ -288,23 +250,15 @@ def test_a_rollout_of_steps_that_start_an_episode_changes_nothing(script):
     steps.is_reset[:] = True
     roll_out(learner, steps)
     update(learner, steps, 1e-3)
-    for name, tensor in leaves(networks(learner)):
+    for name, tensor in conftest.leaves(networks(learner)):
         assert torch.equal(tensor, before[name])
     assert set(learner.losses().values()) == {0.0}
-
-
-@pytest.fixture
-def double_precision():
-    """Learners that are made in a test compute in float64."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def update_both(name, monkeypatch, mode="eager", iterations=10, **kwargs):
     """Plain and turbo after each iteration, 8 minibatches, with the same rollouts and minibatches."""
     plain, turbo = make(PLAIN[name], **kwargs), make(TURBO[name], **kwargs, **MODES[mode])
-    copy_networks(plain, turbo)
+    conftest.copy_networks(plain, turbo)
     fix_order(monkeypatch)
     for iteration in range(iterations):
         steps = random_steps(plain, seed=iteration)
@@ -317,17 +271,13 @@ def update_both(name, monkeypatch, mode="eager", iterations=10, **kwargs):
 OTHER = {"q_lambda": 0.0, "max_grad_norm": 0.1}
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "mode"),
-    [({}, "eager"), ({}, "compile"), (OTHER, "eager")],
-    ids=["default-eager", "default-compile", "other"],
-)
+@checks.settings({"other": OTHER})
 def test_turbo_equals_plain(kwargs, mode, monkeypatch):
     """From the same weights and rollouts, all agrees after one iteration (8 minibatches) and after ten (80)."""
     with one_graph_each(int(mode == "compile")):
         for iteration, learners in enumerate(update_both("pqn", monkeypatch, mode, **kwargs)):
             if iteration in (0, 9):
-                assert_learners_agree(*learners, tolerance=1e-5 if iteration == 0 else 1e-4)
+                conftest.assert_learners_agree(*learners, tolerance=1e-5 if iteration == 0 else 1e-4)
 
 
 @pytest.mark.usefixtures("double_precision")
@@ -335,7 +285,7 @@ def test_turbo_equals_plain(kwargs, mode, monkeypatch):
 def test_turbo_equals_plain_on_images_in_double_precision(kwargs, monkeypatch):
     """From the same weights and rollouts, to float32's precision, which RAdam's step sizes have."""
     for learners in update_both("pqn_atari", monkeypatch, iterations=3, **kwargs):
-        assert_learners_agree(*learners, tolerance=1e-6)
+        conftest.assert_learners_agree(*learners, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
@@ -344,7 +294,7 @@ def test_turbo_equals_plain_on_images(mode, monkeypatch):
     with one_graph_each({"eager": 0, "compile": 2}[mode]):  # acting, update
         for plain, turbo in update_both("pqn_atari", monkeypatch, mode, iterations=3):
             got, wanted = (torch.cat([w.flatten() for w in learner.q.parameters()]) for learner in (turbo, plain))
-            assert_close_in_norm({"q": got}, {"q": wanted}, 3e-5)
+            conftest.assert_close_in_norm({"q": got}, {"q": wanted}, 3e-5)
             assert turbo.losses() == pytest.approx(plain.losses(), rel=1e-2, abs=1e-4)
 
 
@@ -353,12 +303,10 @@ def test_the_network_starts_orthogonal(script):
     """Weights have orthogonal rows or columns of norm sqrt(2), biases are 0, and LayerNorm changes nothing at first."""
     layers = [layer for layer in make(script).q.modules() if hasattr(layer, "weight")]
     normed = layers[1::2]
-    assert len(layers) == (9 if algorithm(script) in ATARI else 5)
+    assert len(layers) == (9 if conftest.algorithm(script) in conftest.ATARI else 5)
     assert all(isinstance(layer, nn.LayerNorm) and (layer.weight == 1).all() for layer in normed)
     for layer in layers[::2]:
-        weight = layer.weight.detach().flatten(1)
-        products = weight @ weight.T if len(weight) <= weight.shape[1] else weight.T @ weight
-        torch.testing.assert_close(products, 2 * torch.eye(len(products)), rtol=1e-3, atol=2e-3)
+        assert_orthogonal(layer.weight, gain=2**0.5)
     assert all((layer.bias == 0).all() for layer in layers)
 
 
@@ -377,7 +325,7 @@ def test_the_network_is_its_formula():
     np.testing.assert_allclose(values_of(learner, obs), x @ weight.T + bias, rtol=1e-4, atol=1e-5)
 
 
-def check_host_network(script):
+def test_the_network_on_the_host_is_that_of_torch(script=TURBO["pqn"]):
     """The network on the host is that of torch, for any weights."""
     learner = make(script)
     for parameter in learner.q.parameters():
@@ -387,11 +335,7 @@ def check_host_network(script):
     np.testing.assert_allclose(learner.host_values(obs[0]), values_of(learner, obs)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_the_network_on_the_host_is_that_of_torch():
-    check_host_network(TURBO["pqn"])
-
-
-def check_image_norm(script):
+def test_images_are_normalized_as_torch_does(script=TURBO["pqn_atari"]):
     """LayerNorm of images is torch's, whether channels are first or last in memory."""
     shape = (3, 5, 5)
     layer, wanted = script.ImageLayerNorm(shape), nn.LayerNorm(shape)
@@ -404,11 +348,9 @@ def check_image_norm(script):
         assert (got - wanted(x)).abs().max() < 1e-5
 
 
-def test_images_are_normalized_as_torch_does():
-    check_image_norm(TURBO["pqn_atari"])
-
-
-def check_radam(script, max_grad_norm=1e9, compile=False):
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("max_grad_norm", [1e9, 1.0])
+def test_radam_is_torchs(max_grad_norm, compile, script=TURBO["pqn"]):
     """50 steps, the first five of them without rectification, are torch's, with other gradients and rates in each."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -441,12 +383,6 @@ def check_radam(script, max_grad_norm=1e9, compile=False):
     assert max_grad_norm == 1e9 or min(norms) < max_grad_norm < max(norms)
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("max_grad_norm", [1e9, 1.0])
-def test_radam_is_torchs(max_grad_norm, compile):
-    check_radam(TURBO["pqn"], max_grad_norm, compile)
-
-
 def test_late_steps_of_radam_are_torchs():
     """The last size in the table is that of all later steps."""
     for number in (19_999, 20_000, 30_000, 1_000_000):
@@ -467,15 +403,7 @@ def test_late_steps_of_radam_are_torchs():
 
 
 @each_script
-def test_epsilon_falls_to_its_end(script):
-    args = script.Args(total_timesteps=1000, start_e=0.9, end_e=0.1, exploration_fraction=0.4)
-    steps = (0, 100, 200, 400, 401, 1000)
-    assert [script.epsilon(step, args) for step in steps] == pytest.approx([0.9, 0.7, 0.5, 0.1, 0.1, 0.1])
-    args.exploration_fraction = 0
-    assert script.epsilon(1, args) == pytest.approx(0.1)
-
-
-def check_acting(script):
+def test_a_share_of_the_actions_is_random(script):
     """Actions have the highest value but for a share that is uniform; Atari's learners keep both for the rollout."""
     learner = make(script, num_envs=50)
     if hasattr(learner, "start_rollout"):
@@ -496,11 +424,6 @@ def check_acting(script):
             np.testing.assert_allclose(learner.rollout["values"][:8], greedy[:8].max(-1), rtol=1e-4, atol=1e-5)
 
 
-@each_script
-def test_a_share_of_the_actions_is_random(script):
-    check_acting(script)
-
-
 def test_the_host_acts_with_the_newest_weights():
     learner = make(TURBO["pqn"])
     for seed in range(2):
@@ -514,44 +437,21 @@ def test_the_host_acts_with_the_newest_weights():
 
 @each_script
 def test_a_restored_learner_continues_bit_by_bit(script):
-    def advance(learner, seeds):
-        for seed in seeds:
+    def advance(learner, part):
+        for seed in range(3 * part, 3 * part + 3):
             steps = random_steps(learner, seed)
             roll_out(learner, steps)
             if not is_atari(learner):
                 learner.act(steps.obs[0], 0.5)
             update(learner, steps, 1e-3)
 
-    learner = make(script)
-    advance(learner, range(3))
-    state = saved(learner)
-    advance(learner, range(3, 6))
-    restored = make(script, seed=2)
-    restored.load_state_dict(state)
-    advance(restored, range(3, 6))
-    assert_same_state(restored.state_dict(), learner.state_dict())
-
-
-def columns_of(learner, *names):
-    """Columns of the stored rollout, NumPy, each (num_steps, num_envs, ...)."""
-    columns = learner.rollout if isinstance(learner.rollout, dict) else vars(learner)
-    return [np.asarray(columns[name]).copy() for name in names]
+    checks.goes_on_when_restored(partial(make, script), advance)
 
 
 @pytest.mark.parametrize("env_id", ["DiscreteTruncates-v0", "DiscreteTerminates-v0"])
 @pytest.mark.parametrize("script", pair("pqn"), ids=stem)
 def test_steps_keep_the_true_last_observation_and_tell_terminal_from_truncated(script, env_id, tmp_path):
-    seen = []
-    sizes = {"num_envs": 2, "total_timesteps": 200, "num_steps": 50, "num_minibatches": 2, "update_epochs": 1}
-    args = script.Args(env_id=env_id, run_dir=str(tmp_path), **sizes)
-    names = ("obs", "next_obs", "terminated", "ended")
-    conftest.train(script, args, on_log=lambda learner, losses, step: seen.append(columns_of(learner, *names)))
-    obs, next_obs, terminated, ended = seen[-1]
-    assert len(seen) == 2
-    assert (next_obs[..., 0] == obs[..., 0] + 1).all() and (next_obs[..., 1] == obs[..., 1]).all()
-    last = next_obs[..., 0] == 3
-    assert (ended == last).all() and (terminated == last * (env_id == "DiscreteTerminates-v0")).all()
-    assert (obs[1:, :, 0] == np.where(last[:-1], 0, next_obs[:-1, :, 0])).all()
+    checks.stores_true_ends(script, env_id, env_id == "DiscreteTerminates-v0", tmp_path)
 
 
 @pytest.mark.parametrize(("env_id", "value"), [("BlindDiscreteTruncates-v0", 2), ("BlindDiscreteTerminates-v0", 1.5)])
@@ -567,23 +467,16 @@ def test_values_bootstrap_through_truncation(script, env_id, value, tmp_path):
 
 @each_script
 def test_minibatches_have_the_same_size(script, tmp_path, capsys):
-    with pytest.raises(SystemExit) as error:
-        script.train(script.Args(run_dir=str(tmp_path), num_envs=8, num_minibatches=30))
-    assert error.value.code == 2 and not list(tmp_path.iterdir())
-    assert "error: --num-minibatches 30: give a divisor of num_envs * num_steps, 1024" in capsys.readouterr().err
+    args = script.Args(run_dir=str(tmp_path), num_envs=8, num_minibatches=30)
+    line = refused(capsys, partial(script.train, args))
+    assert "error: --num-minibatches 30: give a divisor of num_envs * num_steps, 1024" in line
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("script", pair("pqn"), ids=stem)
 def test_cartpole_is_learned(script, tmp_path):
-    """A random policy balances for about 20 steps. A wrong sign in the loss stays there."""
     sizes = {"total_timesteps": 40_000, "num_envs": 4, "num_steps": 64, "exploration_fraction": 0.3}
-    script.train(script.Args(run_dir=str(tmp_path), learning_rate=2e-3, **sizes))
-    (folder,) = tmp_path.iterdir()
-    returns = scalars(folder, "charts/episodic_return")
-    assert np.median(returns[:20]) < 40
-    assert np.mean(returns[-20:]) > 120
-    policy = torch.export.load(folder / "policy.pt2").module()
-    assert np.mean([play(policy, seed) for seed in range(5)]) > 120
+    checks.learns_cartpole(script, tmp_path, learning_rate=2e-3, **sizes)
 
 
 def train_on_cuda(name, iterations, **mode):
@@ -605,14 +498,14 @@ each_name = pytest.mark.parametrize("name", NAMES)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
+@pytest.mark.parametrize("mode", checks.OTHER_MODES)
 @pytest.mark.parametrize("iterations", [1, 3, 8])
 @each_name
 def test_modes_agree(name, iterations, mode):
     """Before, at and after capture, a mode has made exactly the updates that eager code makes."""
     wanted, got = train_on_cuda(name, iterations), train_on_cuda(name, iterations, **MODES[mode])
     assert got.optimizers["q"].steps.item() == 4 * iterations
-    assert_close_in_norm(learnt(got), learnt(wanted), 1e-5 if iterations == 1 else 1e-3, least=1e-6)
+    conftest.assert_close_in_norm(learnt(got), learnt(wanted), 1e-5 if iterations == 1 else 1e-3, least=1e-6)
 
 
 @pytest.mark.gpu
@@ -622,86 +515,61 @@ def test_replays_shuffle_afresh(name, mode):
     """From the same weights and rollout, past capture, updates differ in the order of the minibatches alone."""
     learner = train_on_cuda(name, 5, **MODES[mode])
     steps = random_steps(learner)
-    before = clones(learner.tensors())
-    results = set()
-    for _ in range(5):
-        for path, tensor in leaves(learner.tensors()):
-            tensor.copy_(before[path])
+
+    def roll_out_and_update():
         roll_out(learner, steps)
         update(learner, steps, 1e-3)
-        results.add(learner.losses()["td_loss"])
-    assert len(results) == 5
+        return learner.losses()["td_loss"]
+
+    assert len(set(checks.repeated(learner, roll_out_and_update, 5))) == 5
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_waits_for_actions_alone(mode, name="pqn_atari"):
-    """In the steady loop only the event of `act` synchronizes, which the debug mode does not count."""
+    """In the steady loop, by the event of `act`."""
     learner = train_on_cuda(name, 5, **MODES[mode])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with checks.no_waits():
         advance_on_cuda(learner, range(2))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 @each_name
 def test_a_checkpoint_continues_in_captured_graphs(name, mode):
-    """Loading fills the tensors that the graphs read: a restored learner goes on like a new one without graphs."""
-    captured = train_on_cuda(name, 5, **MODES[mode])
-    state = saved(captured)
-    before = clones(networks(captured))
-    results = []
-    for learner in (captured, train_on_cuda(name, 0)):
-        learner.load_state_dict(state)
-        advance_on_cuda(learner, [7])
-        results.append(clones(learner.tensors()))
-    assert_close_in_norm(*results, 1e-4, least=1e-6)
-    assert any(not torch.equal(tensor, before[path]) for path, tensor in leaves(networks(captured)))
+    captured, new = train_on_cuda(name, 5, **MODES[mode]), train_on_cuda(name, 0)
+    checks.goes_on_when_captured(captured, new, partial(advance_on_cuda, seeds=[7]))
 
 
-@pytest.mark.gpu
-@each_name
-def test_training_on_cuda(name, tmp_path, monkeypatch):
-    script = TURBO[name]
-    if name in ATARI:
-        script_games(script, monkeypatch)
-    sizes = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 256, "cudagraphs": True}
-    script.train(script.Args(run_dir=str(tmp_path), **sizes))
-    summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
-    assert summary["cudagraphs"] and summary["global_step"] == 256 and summary["device"] != "cpu"
-
-
+check_host_network = test_the_network_on_the_host_is_that_of_torch
+check_loss = test_the_loss_is_the_mean_squared_td_error
+check_radam = partial(test_radam_is_torchs, 1e9, False)
+check_acting = test_a_share_of_the_actions_is_random
 TERMINATED = ' * (1 - rollout["terminated"])'
 NO_END = (TERMINATED, "", check_targets)
 GO_ON = (' * (1 - rollout["ended"][t])', "", check_targets)
 SWAPPED = (".lerp(target, weight)", ".lerp(target, 1 - weight)", check_targets)
 CLIPPED = ("clip_grad_norm_(self.q.parameters(), self.args.max_grad_norm)", "clip_grad_norm_(self.q.parameters(), 1e9)")
-SUM = ("(q - targets).square().mean()", "(q - targets).square().sum()", check_loss)
 ALL_ROWS = ('.square(), rows["valid"])', ".square(), torch.ones_like(q))", check_loss)
-PAPERS = ("length > 5 ", "length > 4 ", check_radam)
 EPSILON = ("self.v.sqrt() + self.eps", "(self.v + self.eps).sqrt()", check_radam)
 RECTIFIED = ("(rectification.clamp(min=0) * correction2)", "correction2", check_radam)
 SAME_STEP = ('rollout["values"][1:]', 'rollout["values"][:-1]', check_targets)
 NOT_KEPT = ('self.host_columns["actions"].numpy()[t] = actions', "pass", check_acting)
-EXCHANGED = ("self.weight.permute(1, 2, 0)", "self.weight.permute(2, 1, 0)", check_image_norm)
+EXCHANGED = ("self.weight.permute(1, 2, 0)", "self.weight.permute(2, 1, 0)")
 BUGS = [  # algorithm, what is wrong, what is replaced by what, who notices
     (PLAIN["pqn"], "no end of episodes", *NO_END),
     (PLAIN["pqn"], "truncation is termination", TERMINATED, ' * (1 - rollout["ended"])', check_targets),
     (PLAIN["pqn"], "returns go on in the next episode", *GO_ON),
     (PLAIN["pqn"], "lambda is the weight of one step", *SWAPPED),
-    (PLAIN["pqn"], "sign of the loss", "td_loss.backward()", "(-td_loss).backward()", check_descent),
+    (PLAIN["pqn"], "sign of the loss", "td_loss.backward()", "(-td_loss).backward()", test_updates_descend),
     (PLAIN["pqn"], "greedy where actions explore", "< exploration", ">= exploration", check_acting),
-    (PLAIN["pqn"], "gradients are not clipped", *CLIPPED, check_clipping),
+    (PLAIN["pqn"], "gradients are not clipped", *CLIPPED, test_gradients_are_clipped),
     (TURBO["pqn"], "no end of episodes", " * (1 - terminated)", "", check_targets),
     (TURBO["pqn"], "returns go on after the rollout", "self.weights[-1] = 0", "pass", check_targets),
     (TURBO["pqn"], "returns go on in the next episode", "self.weights * (1 - ended)", "self.weights", check_targets),
-    (TURBO["pqn"], "a sum instead of the mean", *SUM),
-    (TURBO["pqn"], "sign of the loss", "gradient(td_loss)", "gradient(-td_loss)", check_descent),
-    (TURBO["pqn"], "the paper's threshold", *PAPERS),
+    (TURBO["pqn"], "a sum instead of the mean", "targets).square().mean()", "targets).square().sum()", check_loss),
+    (TURBO["pqn"], "sign of the loss", "gradient(td_loss)", "gradient(-td_loss)", test_updates_descend),
+    (TURBO["pqn"], "the paper's threshold", "length > 5 ", "length > 4 ", check_radam),
     (TURBO["pqn"], "epsilon inside of the root", *EPSILON),
     (TURBO["pqn"], "no rectification", *RECTIFIED),
     (TURBO["pqn"], "normalization without bias", "* scale + shift", "* scale", check_host_network),
@@ -711,14 +579,12 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who notices
     (TURBO["pqn_atari"], "actions that are not kept", *NOT_KEPT),
     (TURBO["pqn_atari"], "no end of episodes", *NO_END),
     (TURBO["pqn_atari"], "returns go on after the rollout", "        weights[-1] = 0\n", "", check_targets),
-    (TURBO["pqn_atari"], "sign of the loss", "gradient(td_loss)", "gradient(-td_loss)", check_descent),
-    (TURBO["pqn_atari"], "rows and columns are exchanged", *EXCHANGED),
+    (TURBO["pqn_atari"], "sign of the loss", "gradient(td_loss)", "gradient(-td_loss)", test_updates_descend),
+    (TURBO["pqn_atari"], "rows and columns are exchanged", *EXCHANGED, test_images_are_normalized_as_torch_does),
     (PLAIN["pqn_atari"], "steps that start an episode are learned", *ALL_ROWS),
     (PLAIN["pqn_atari"], "no end of episodes", *NO_END),
     (PLAIN["pqn_atari"], "returns go on in the next episode", *GO_ON),
 ]
 
 
-@pytest.mark.parametrize(("script", "bug", "old", "new", "check"), planted(BUGS))
-def test_a_planted_bug_is_noticed(script, bug, old, new, check, tmp_path):
-    assert_noticed(script, old, new, check, tmp_path)
+test_a_planted_bug_is_noticed = noticing(BUGS)
