@@ -450,7 +450,7 @@ def make_device_envs(args, device):
     if not all(isinstance(space, gym.spaces.Box) and len(space.shape) == 1 for space in spaces) or names == ["critic"]:
         refuse("env_id", args.env_id, f"observations must be vectors or a dictionary with policy, not {space}")
     actions = envs.single_action_space
-    if not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
+    if not isinstance(actions, gym.spaces.Box) or actions.dtype.kind != "f" or len(actions.shape) != 1:
         refuse("env_id", args.env_id, f"actions must be vectors of floats, not {actions}")
     return DeviceEnvs(envs, names)
 

@@ -45,11 +45,9 @@ ATARI = tuple(name for name, entry in ENTRIES.items() if entry.atari)
 ON_DEVICE = tuple(name for name, entry in ENTRIES.items() if entry.on_device)
 PLAIN = {name: scripts.load(entry.script) for name, entry in ENTRIES.items()}
 TURBO = {name: scripts.load(entry.turbo) for name, entry in ENTRIES.items()}
-PLAIN_ON_DEVICE, TURBO_ON_DEVICE = PLAIN, TURBO
 MULTI = scripts.load("ppo_atari_multigpu_torchcompile")  # without torchrun: one process
 POPULATION = scripts.load("sac_population_torchcompile")
 VARIANTS = [scripts.load(variant) for entry in ENTRIES.values() for variant in entry.variants]
-TINY_RUNS = {name: entry.tiny for name, entry in ENTRIES.items()}  # TEMPORARY
 ALL = [*PLAIN.values(), *TURBO.values(), *VARIANTS]
 MODES = {
     "eager": {},

@@ -21,7 +21,7 @@ from test_training_on_cuda import check_training, no_export
 
 from instruments import __main__ as command
 
-PLAIN, TURBO = conftest.PLAIN_ON_DEVICE["fast_td3"], conftest.TURBO_ON_DEVICE["fast_td3"]
+PLAIN, TURBO = conftest.PLAIN["fast_td3"], conftest.TURBO["fast_td3"]
 SHORT = "tests.torch_pendulum:Short{}-v0"
 PAGE = (Path(__file__).parents[2] / "doc" / "fast_td3.md").read_text()
 each_script = pytest.mark.parametrize("script", [PLAIN, TURBO], ids=stem)
@@ -265,7 +265,7 @@ REFUSED = [({"num_atoms": 1}, "at least 2"), ({"v_max": 0.0}, "largest return"),
 
 @pytest.mark.parametrize(("wrong", "words"), REFUSED, ids=str)
 def test_bad_input_gets_one_clear_line(wrong, words, capsys, tmp_path):
-    args = PLAIN.Args(**conftest.TINY_RUNS["fast_td3"] | wrong, run_dir=str(tmp_path / "runs"))
+    args = PLAIN.Args(**conftest.tiny(PLAIN) | wrong, run_dir=str(tmp_path / "runs"))
     assert words in refused(capsys, partial(PLAIN.train, args)) and not list(tmp_path.glob("runs/*"))
 
 
@@ -321,7 +321,7 @@ def test_a_restored_learner_goes_on_alike(script):
 
 @each_script
 def test_a_run_its_continuation_and_its_policy(script, tmp_path, capsys):
-    sizes = conftest.TINY_RUNS["fast_td3"] | ASYMMETRIC
+    sizes = conftest.tiny(PLAIN) | ASYMMETRIC
     runs = []
     for total_timesteps in (120, 200):  # 30 and 50 steps of four worlds, of which 20 and 40 are followed by updates
         resume = str(*runs) or None
@@ -351,8 +351,8 @@ def test_a_run_its_continuation_and_its_policy(script, tmp_path, capsys):
 ON_CUDA = {"policy_frequency": 3}  # more than one graph of updates
 
 
-@pytest.mark.thorough
-def test_training_on_cuda_is_the_same_in_all_modes_and_schedules(script=TURBO):
+def check_runs(script):
+    """A run is the same with and without graphs."""
     with tempfile.TemporaryDirectory() as folder:
         check_training(script, Path(folder), settings=ON_CUDA, runs=[(False, False), (True, True)])
 
@@ -360,7 +360,7 @@ def test_training_on_cuda_is_the_same_in_all_modes_and_schedules(script=TURBO):
 def test_the_host_waits_only_to_log(script=TURBO):
     """From log to log, a step replays two graphs, and the host waits once, to log."""
     counts = []
-    args = conftest.TINY_RUNS["fast_td3"] | {"total_timesteps": 320, "cudagraphs": True, "cuda": True}
+    args = conftest.tiny(PLAIN) | {"total_timesteps": 320, "cudagraphs": True, "cuda": True}
     log = lambda learner, losses, step: counts.append(device.counts.copy())  # noqa: E731
     often = patch.object(script, "LOG_INTERVAL", 20)
     with no_export(), emulated_cuda() as device, often, tempfile.TemporaryDirectory() as folder:
@@ -376,7 +376,6 @@ check_projection = test_projection_shares_each_return_between_two_atoms
 check_returns, check_noise = test_returns_end_with_the_episode, test_each_environment_has_noise_of_its_own_size
 check_against_plain = partial(check_equal, PLAIN, steps=(6,))
 check_waits = test_the_host_waits_only_to_log
-check_runs = test_training_on_cuda_is_the_same_in_all_modes_and_schedules
 CRITICS = ("list(self.critics.values()), self.args.tau", "list(self.critics.values()), 1.0")
 BUGS = [
     (TURBO, "projection", "(1 - distances).clamp(min=0)", "(1 - distances).abs()", check_projection),

@@ -16,12 +16,12 @@ from formulas import noticing
 from test_cli import refused
 from test_edits import apply_hunk
 from test_ppo import fix_order
-from test_training_on_cuda import check_against_cpu, check_training, no_export
+from test_training_on_cuda import check_training, no_export
 
 from instruments import __main__ as command
 from leanrl import ppo_continuous_action
 
-PLAIN, TURBO = conftest.PLAIN_ON_DEVICE["ppo_gpu"], conftest.TURBO_ON_DEVICE["ppo_gpu"]
+PLAIN, TURBO = conftest.PLAIN["ppo_gpu"], conftest.TURBO["ppo_gpu"]
 PAGE = Path(__file__).parents[2] / "doc" / "ppo_gpu_envs.md"
 SHORT = "tests.torch_pendulum:Short{}-v0"
 VARIANTS = ["", "Asymmetric", "NextStep", "Disabled", "WithoutFinal"]
@@ -97,7 +97,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("wrong", "words"), REFUSED, ids=str)
 def test_bad_input_gets_one_clear_line(wrong, words, capsys, tmp_path):
-    args = PLAIN.Args(**conftest.TINY_RUNS["ppo_gpu"] | wrong, run_dir=str(tmp_path / "runs"))
+    args = PLAIN.Args(**conftest.tiny(PLAIN) | wrong, run_dir=str(tmp_path / "runs"))
     assert words in refused(capsys, partial(PLAIN.train, args)) and not list(tmp_path.glob("runs/*"))
 
 
@@ -328,16 +328,10 @@ def test_turbo_equals_plain_compiled():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("seed", "settings"), [(1, {}), (3, {"env_id": SHORT.format("NextStep"), "desired_kl": None, "ent_coef": 0.01})]
-)
-def test_training_is_the_same_in_all_modes_and_schedules(seed, settings, tmp_path):
-    check_training(TURBO, tmp_path, seed, settings, runs=[(False, False), (True, False), (True, True)])
-
-
-@pytest.mark.thorough
-def test_training_is_that_of_the_cpu(tmp_path):
-    check_against_cpu(TURBO, tmp_path, {})
+def test_training_is_the_same_in_all_modes_and_schedules(tmp_path):
+    """Where the environments reset in a step of its own, too."""
+    settings = {"env_id": SHORT.format("NextStep"), "desired_kl": None, "ent_coef": 0.01}
+    check_training(TURBO, tmp_path, 3, settings, runs=[(False, False), (True, False), (True, True)])
 
 
 def iteration_counts(script, folder, variant="", num_steps=8, **settings):
@@ -393,7 +387,7 @@ def check_captured(script):
 
 @each_script
 def test_a_run_its_continuation_and_its_policy(script, tmp_path, capsys):
-    sizes = conftest.TINY_RUNS["ppo_gpu"] | {"env_id": SHORT.format("Asymmetric"), "num_steps": 10}
+    sizes = conftest.tiny(PLAIN) | {"env_id": SHORT.format("Asymmetric"), "num_steps": 10}
     learners = []
     keep = lambda run: learners.append(run.learner)  # noqa: E731
     conftest.train(script, script.Args(**sizes, total_timesteps=60, run_dir=str(tmp_path / "a")), on_start=keep)

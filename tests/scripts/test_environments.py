@@ -15,11 +15,14 @@ import torch
 from conftest import (
     AGENTS,
     ENTRIES,
+    GAMES,
+    ON_DEVICE,
     Countdown,
     DiscreteCountdown,
     algorithm,
     assert_same_state,
     countdown,
+    entry_of,
     on_vectors,
     script_params,
     stem,
@@ -118,13 +121,16 @@ def learned(script, folder, name):
     return torch.load(path, weights_only=True)["learner"]
 
 
-@on_vectors
+OBJECTS = dict.fromkeys(ON_DEVICE, "gymnasium's NumpyToTorch takes no infos that are objects")
+
+
+@pytest.mark.parametrize("script", script_params(left_out=AGENTS | GAMES | OBJECTS))
 def test_arrays_that_change_in_place(script, tmp_path):
     """A run is that of an environment with new arrays, bit for bit: what was stored stays, and infos are not read."""
     assert_same_state(learned(script, tmp_path, "InPlace"), learned(script, tmp_path, "Truncates"))
 
 
-@on_vectors
+@pytest.mark.parametrize("script", script_params(left_out=GAMES))
 def test_observations_of_another_shape(script, tmp_path):
     """They are an error, or all numbers are taken as they are, but none is repeated."""
     for name in ("OneNumber", "NoDimension"):
@@ -140,10 +146,11 @@ gym.register("WholeNumbers-v0", entry_point=Countdown, kwargs={"low": [-2], "hig
 
 
 @pytest.mark.parametrize("name", ["LargestNumbers-v0", "WholeNumbers-v0"])
-@on_vectors
+@pytest.mark.parametrize("script", script_params(left_out=GAMES))
 def test_actions_that_are_refused(script, name, tmp_path, capsys):
-    if algorithm(script) not in ("dqn", "pqn"):
-        args = script.Args(**tiny(script) | {"env_id": name}, run_dir=str(tmp_path))
+    no_bounds_needed = name == "LargestNumbers-v0" and entry_of(script).on_device
+    if algorithm(script) not in ("dqn", "pqn") and not no_bounds_needed:
+        args = script.Args(**tiny(script) | {"env_id": name, "total_timesteps": 100}, run_dir=str(tmp_path))
         assert refused(capsys, lambda: script.train(args)).startswith(f"error: --env-id {name}: actions must be ")
 
 
@@ -151,11 +158,11 @@ def test_actions_that_are_refused(script, name, tmp_path, capsys):
 def test_an_environment_that_exits(script, tmp_path):
     """Everything up to there is saved, one line says it, and the exit code is 1."""
     with pytest.raises(SystemExit) as ended:
-        run_tiny(script, tmp_path, env_id=countdown(script, "Exits"))
+        run_tiny(script, tmp_path, env_id=countdown(script, "Exits"), total_timesteps=1000)
     (folder,) = tmp_path.iterdir()
     step = summary(folder)["global_step"]
     assert ended.value.code == f"error: step {step}: the environment ended the program with sys.exit(None)"
-    assert step == 149 and torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] == step
+    assert step >= 149 and torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] == step
     assert (folder / "policy.pt2").exists()
 
 
