@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    AGENTS,
+    GAMES,
     PLAIN,
     TURBO,
     Countdown,
     DiscreteCountdown,
+    countdown,
     learner_class,
     leaves,
     script_params,
@@ -42,11 +45,8 @@ def checkpoint_step(folder):
     return torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"]
 
 
-SIGNALS = [(script, signal.SIGTERM) for script in (*PLAIN.values(), *TURBO.values())]
-SIGNALS += [(PLAIN["sac"], signal.SIGINT), (TURBO["dqn"], signal.SIGHUP)]
-
-
-@pytest.mark.parametrize(("script", "number"), SIGNALS, ids=[f"{stem(script)}-{n.name}" for script, n in SIGNALS])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("script", script_params(left_out=AGENTS))
 def test_a_signal_ends_every_loop(script, number, hangups, tmp_path):
     """With checkpoint, policy and summary, and the exit code that a shell gives."""
 
@@ -228,7 +228,7 @@ def test_a_folder_that_is_deleted_is_made_again(either, gone_before, tmp_path):
 
         setattr(run, gone_before, delete_and_go_on)
 
-    sizes = {"env_id": "DiscreteTruncates-v0" if either is TURBO["dqn"] else "Truncates-v0", "total_timesteps": 250}
+    sizes = {"env_id": countdown(either, "Truncates"), "total_timesteps": 250}
     train(either, either.Args(**tiny(either) | sizes, run_dir=str(tmp_path)), on_start=delete_first)
     (folder,) = tmp_path.iterdir()
     names = {"checkpoint.pt", "policy.pt2", "summary.json", "config.json", f"{stem(either)}.py"}
@@ -263,7 +263,9 @@ def test_training_stops_where_losses_are_no_longer_finite(either, tmp_path, monk
 
 
 @pytest.mark.parametrize("script", script_params())
-def test_a_checkpoint_is_not_overwritten_with_nan(script, tmp_path):
+def test_a_checkpoint_is_not_overwritten_with_nan(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "LOG_INTERVAL", 5, raising=False)
+
     def spoil(learner, losses, step):
         if step >= 300:
             networks = learner.state_dict()["networks"]
@@ -303,19 +305,19 @@ for what in ("reward", "observation"):
 
 
 @pytest.mark.parametrize("what", ["reward", "observation"])
-@pytest.mark.parametrize("name", ["sac", "td3", "ppo", "dqn", "ppo_lstm", "pqn"])
-def test_nan_of_an_environment_ends_the_run(name, what, tmp_path):
+@pytest.mark.parametrize("script", script_params(left_out=AGENTS | GAMES))
+def test_nan_of_an_environment_ends_the_run(script, what, tmp_path):
     """Before any checkpoint that holds it."""
-    env_id = f"{'Discrete' if name in ('dqn', 'ppo_lstm', 'pqn') else ''}Broken-{what}-v0"
-    for script in (PLAIN[name], TURBO[name]):
-        Broken.steps_so_far = 0
-        run_dir = tmp_path / stem(script)
-        with pytest.raises(SystemExit) as error:
-            run_tiny(script, run_dir, total_timesteps=1000, checkpoint_interval=50, env_id=env_id)
-        assert "NaN in observations or rewards" in error.value.code
-        (folder,) = run_dir.iterdir()
-        assert checkpoint_step(folder) == 100
-        json.loads((folder / "summary.json").read_text(), parse_constant=pytest.fail)
+    Broken.steps_so_far = 0
+    env_id = countdown(script, f"Broken-{what}")
+    with pytest.raises(SystemExit) as error:
+        run_tiny(script, tmp_path, total_timesteps=1000, checkpoint_interval=50, env_id=env_id)
+    assert "NaN in observations or rewards" in error.value.code
+    (folder,) = tmp_path.iterdir()
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert 100 <= checkpoint["global_step"] <= 160
+    assert all(leaf.isfinite().all() for _, leaf in leaves(checkpoint["learner"]) if torch.is_tensor(leaf))
+    json.loads((folder / "summary.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_an_environments_own_missing_file_is_not_blamed_on_a_flag(either, tmp_path):

@@ -22,24 +22,21 @@ LENGTH = 3  # of an episode of Countdown, whose rewards are 1
 LEARNING_STARTS = 30
 ROLLOUT = 11  # steps of each environment
 ENDS = (230, 420)  # total_timesteps of the two parts
-OFF_POLICY = {"learning_starts": LEARNING_STARTS, "batch_size": 4, "buffer_size": 600}
-ON_POLICY = {"num_steps": ROLLOUT, "num_minibatches": 3, "update_epochs": 1, "learning_rate": 1e-3}
-FREQUENCIES = {"target_network_frequency": 50}
-EPSILON = {"start_e": 0.9, "end_e": 0.1, "exploration_fraction": 0.5}
-EXPLORATION = EPSILON | {"train_frequency": 20}
-SIZES = {
-    "sac": OFF_POLICY | {"env_id": "Truncates-v0"},
-    "td3": OFF_POLICY | {"env_id": "Truncates-v0"},
-    "dqn": OFF_POLICY | FREQUENCIES | EXPLORATION | {"env_id": "DiscreteTruncates-v0"},
-    "ppo": ON_POLICY | {"env_id": "Truncates-v0"},
-    "ppo_lstm": ON_POLICY | {"env_id": "DiscreteTruncates-v0"},
-    "ppo_atari": ON_POLICY,
-    "pqn": ON_POLICY | EPSILON | {"env_id": "DiscreteTruncates-v0"},
-    "pqn_atari": ON_POLICY | EPSILON,
-    "dqn_atari": OFF_POLICY | FREQUENCIES | EXPLORATION,
-    "sac_atari": OFF_POLICY | FREQUENCIES | {"update_frequency": 20},
-}
-SCRIPTS = [*PLAIN.values(), *TURBO.values(), MULTI, POPULATION]
+SIZES = {"learning_starts": LEARNING_STARTS, "batch_size": 4, "buffer_size": 600}
+SIZES |= {"num_steps": ROLLOUT, "num_minibatches": 3, "update_epochs": 1, "learning_rate": 1e-3}
+SIZES |= {"start_e": 0.9, "end_e": 0.1, "exploration_fraction": 0.5, "train_frequency": 20, "update_frequency": 20}
+SIZES |= {"target_network_frequency": 50}
+SIZES |= {"num_envs": NUM_ENVS, "checkpoint_interval": 100, "cuda": False, "threads": 1}
+OF_LEARNERS = {"fast_td3": {"learning_starts": LEARNING_STARTS // NUM_ENVS, "num_steps": 1}}  # of each environment
+
+
+def sizes_of(script):
+    """Those of SIZES that a script has, in an environment with short episodes."""
+    own = {name: value for name, value in SIZES.items() if hasattr(script.Args, name)}
+    own |= OF_LEARNERS.get(name_of(script), {})
+    return own if name_of(script) in ATARI else own | {"env_id": countdown(script, "Truncates")}
+
+
 
 
 def clock(step, first):
@@ -54,15 +51,14 @@ class Part:
         self.saves, self.updates, self.targets, self.rates, self.exploration = [], [], [], [], []
         self.resets, self.samplers, self.pools = [], [], []
         self.run = None
-        settings = {"num_envs": NUM_ENVS, "checkpoint_interval": 100, "cuda": False, "threads": 1}
-        settings |= {"seeds": (SEED,)} if is_population(script) else {"seed": SEED}
+        settings = sizes_of(script) | ({"seeds": (SEED,)} if is_population(script) else {"seed": SEED})
         with pytest.MonkeyPatch.context() as patch, no_export():
             patch.setattr(script, "LOG_INTERVAL", 10, raising=False)
             patch.setattr(script.time, "perf_counter", self.now)
             leave_out_learning(script, patch)
             if name_of(script) in ATARI:
                 patch.setattr(script, "make_pool", self.make_pool)
-            args = script.Args(**settings | SIZES[name_of(script)] | kwargs, run_dir=str(run_dir))
+            args = script.Args(**settings | kwargs, run_dir=str(run_dir))
             known = set(run_dir.glob("*"))
             train(script, args, on_start=self.watch)
         (self.folder,) = set(run_dir.glob("*")) - known
