@@ -6,11 +6,24 @@ learned.
 
 import json
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, MULTI, PLAIN, POPULATION, TURBO, learner_class, script_params, train
+from conftest import (
+    ATARI,
+    ENTRIES,
+    MULTI,
+    PLAIN,
+    POPULATION,
+    TURBO,
+    countdown,
+    entry_of,
+    learner_class,
+    script_params,
+    train,
+)
 from formulas import assert_noticed, is_population, name_of, planted
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_atari_off_policy_runs import StackingPool
@@ -27,16 +40,16 @@ SIZES |= {"num_steps": ROLLOUT, "num_minibatches": 3, "update_epochs": 1, "learn
 SIZES |= {"start_e": 0.9, "end_e": 0.1, "exploration_fraction": 0.5, "train_frequency": 20, "update_frequency": 20}
 SIZES |= {"target_network_frequency": 50}
 SIZES |= {"num_envs": NUM_ENVS, "checkpoint_interval": 100, "cuda": False, "threads": 1}
-OF_LEARNERS = {"fast_td3": {"learning_starts": LEARNING_STARTS // NUM_ENVS, "num_steps": 1}}  # of each environment
+SMALL_NETWORKS = {"critic_hidden_dim": 32, "actor_hidden_dim": 16}
+OF_LEARNERS = {"fast_td3": {"learning_starts": LEARNING_STARTS // NUM_ENVS, "num_steps": 1} | SMALL_NETWORKS}
 
 
 def sizes_of(script):
     """Those of SIZES that a script has, in an environment with short episodes."""
-    own = {name: value for name, value in SIZES.items() if hasattr(script.Args, name)}
+    defaults = vars(script.Args())  # of a population, tuples
+    own = {name: value for name, value in SIZES.items() if not isinstance(defaults.get(name, ()), tuple)}
     own |= OF_LEARNERS.get(name_of(script), {})
     return own if name_of(script) in ATARI else own | {"env_id": countdown(script, "Truncates")}
-
-
 
 
 def clock(step, first):
@@ -112,7 +125,7 @@ def leave_out_learning(script, patch):
         patch.setattr(learner, "learn_epoch", lambda learner, *batch: {}, raising=False)  # of images
         if name_of(script) == "pqn_atari":
             patch.setattr(learner, "update_minibatch", lambda learner, *rows: None)
-    else:
+    elif not entry_of(script).on_device:  # where `update` also stores, and networks are small
         patch.setattr(learner, "update", count)
 
 
@@ -135,7 +148,7 @@ def both_parts(script, folder):
 
 
 def is_on_policy(script):
-    return name_of(script).startswith(("ppo", "pqn"))
+    return not entry_of(script).off_policy
 
 
 def steps_of(script, first, total):
@@ -184,13 +197,15 @@ def episodes(script, first, last):
     found = []
     for i in range(NUM_ENVS):
         reward, letters = 1, "." * (LENGTH - 1) + "t"
+        if entry_of(script).on_device:
+            letters += "s"  # gymnasium's environments are reset in a step of their own, which does not count
         if name_of(script) in ATARI:
             reward, letters = i + 1, with_resets(GAMES[i])  # after an end a step that starts the next game
         total = length = 0
         for t in range((last - first) // NUM_ENVS):
             letter = letters[t % len(letters)]
-            length += 1
-            total += reward * (letter != "r")
+            length += letter != "s"
+            total += reward * (letter not in "rs")
             if letter in "gtx":
                 found.append((first + NUM_ENVS * (t + 1), i, total, length))
                 total = length = 0
@@ -198,13 +213,20 @@ def episodes(script, first, last):
 
 
 def check_episodes(script, *parts):
-    returns = []
+    returns, number = [], 0
     for part, first, steps in each(script, *parts):
         wanted = episodes(script, first, steps[-1])
+        count = len(wanted)
+        if entry_of(script).on_device:  # all of them are equal, and their means are logged
+            logs = [step for step, _ in part.scalars("charts/SPS")]
+            ends = [[step for step, *_ in wanted if last < step <= log] for last, log in pairwise([first, *logs])]
+            wanted = [(log, LENGTH, LENGTH) for log, own in zip(logs, ends, strict=True) if own]
+            count = sum(map(len, ends))
         assert part.scalars("charts/episodic_return") == [(step, total) for step, total, _ in wanted]
         assert part.scalars("charts/episodic_length") == [(step, length) for step, _, length in wanted]
         returns += [total for _, total, _ in wanted]
-        assert part.summary()["episodes"] == len(returns)
+        number += count
+        assert part.summary()["episodes"] == number
         assert part.summary()["episodic_return"] == pytest.approx(np.mean(returns[-20:]))
 
 
@@ -217,14 +239,14 @@ def check_seeds(script, *parts):
 
 def check_rates(script, *parts):
     """PPO's and PQN's rate is that of the step with which an iteration begins, from the first rate down to almost 0."""
-    if is_on_policy(script):
+    if hasattr(script.Args, "anneal_lr"):
         for (part, first, steps), total in zip(each(script, *parts), ENDS, strict=True):
             assert part.rates == pytest.approx([1e-3 * (1 - step / total) for step in [first, *steps[:-1]]])
 
 
 def check_updates(script, *parts):
     """DQN's and discrete SAC's: as many as multiples of the frequency are reached; target networks once for these."""
-    if "target_network_frequency" in SIZES[name_of(script)]:
+    if hasattr(learner_class(script), "update_target"):
         for part, first, steps in each(script, *parts):
             updates, targets = (reached(frequency, max(first, LEARNING_STARTS), steps) for frequency in (20, 50))
             assert part.updates == updates and part.targets == targets
@@ -241,14 +263,19 @@ def check_exploration(script, *parts):
 CHECKS = (check_checkpoints, check_speed, check_episodes, check_seeds, check_rates, check_updates, check_exploration)
 
 
-@pytest.mark.parametrize("script", script_params(SCRIPTS))
+@pytest.mark.parametrize("script", script_params(left_out={}))
 def test_a_run_and_the_one_that_resumes_it(script, tmp_path):
     parts = both_parts(script, tmp_path)
     for check in CHECKS:
         check(*parts)
 
 
-@pytest.mark.parametrize("script", script_params([script for script in SCRIPTS if is_on_policy(script)]))
+OFF_POLICY = [name for name, entry in ENTRIES.items() if entry.off_policy]
+CONSTANT = dict.fromkeys(OFF_POLICY, "its learning rate has another schedule or none")
+CONSTANT |= {"ppo_gpu": "its learning rate follows the divergence"}
+
+
+@pytest.mark.parametrize("script", script_params(left_out=CONSTANT))
 def test_a_learning_rate_can_stay(script, tmp_path):
     part = Part(script, tmp_path, total_timesteps=2 * NUM_ENVS * ROLLOUT, anneal_lr=False)
     assert part.rates == pytest.approx([1e-3, 1e-3])
@@ -260,6 +287,7 @@ JUMPED = ("step // frequency - (step - num_envs) // frequency", "int(step % freq
 TO_THE_END = ("max(args.exploration_fraction * args.total_timesteps, 1)", "args.total_timesteps")
 ONE_EPSILON = ("epsilon(run.step, args)", "epsilon(run.step - t * args.num_envs, args)")
 SAMPLED = ("action_space.seed(args.seed + run.step)", "action_space.seed(args.seed)")
+WORLDS_AGAIN = ("envs.reset(args.seed + run.step)", "envs.reset(args.seed)")
 GAMES_AGAIN = ('load_checkpoint(args.resume).get("global_step", 0)', "0")
 BUGS = [  # script, what is wrong, what is replaced by what, who notices
     (
@@ -296,6 +324,11 @@ BUGS = [  # script, what is wrong, what is replaced by what, who notices
     (PLAIN["dqn"], "the same episodes again", SEEDED, "seed=args.seed)", check_seeds),
     (TURBO["ppo"], "the same episodes again", SEEDED, "seed=args.seed)", check_seeds),
     (PLAIN["ppo_lstm"], "the same episodes again", SEEDED, "seed=args.seed)", check_seeds),
+    (PLAIN["ppo_gpu"], "the same episodes again", *WORLDS_AGAIN, check_seeds),
+    (TURBO["fast_td3"], "the same episodes again", *WORLDS_AGAIN, check_seeds),
+    (TURBO["fast_td3"], "episodes of the last log alone", "self.episodes +=", "self.episodes =", check_episodes),
+    (PLAIN["ppo_gpu"], "lengths with resets", "rewards * valid, valid)", "rewards * valid, valid**0)", check_episodes),
+    (TURBO["ppo_gpu"], "steps of one environment", "self.step += steps *", "self.step += 1 *", check_speed),
     (TURBO["dqn_atari"], "the same games again", *GAMES_AGAIN, check_seeds),
     (MULTI, "the same games again", *GAMES_AGAIN, check_seeds),
     (TURBO["sac"], "the same actions again", *SAMPLED, check_seeds),
