@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from conftest import PLAIN, TURBO, algorithm, stem, train
+from conftest import ENTRIES, PLAIN, TURBO, algorithm, stem, train
 from test_training_on_cuda import SIZES
 
-STOCHASTIC = ("sac", "ppo", "ppo_atari", "sac_atari")
+STOCHASTIC = [name for name, entry in ENTRIES.items() if entry.name.startswith(("PPO", "SAC"))]
 SCRIPTS = [scripts[name] for name in STOCHASTIC for scripts in (PLAIN, TURBO)]
 
 
