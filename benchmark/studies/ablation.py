@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 from benchmark import editions
-from benchmark.results import RESULTS, path_here, read, store
+from benchmark.results import path_here, read, store
 from benchmark.speed.rounds import INTERLEAVED, TURBO_FLAGS, RunArgs, possible, run_programs
+from benchmark.studies import study
 from benchmark.studies.tricks import TRICKS, without
 from common import ROOT
 from common.algorithms import ALGORITHMS
-from common.arguments import check, distinct, from_low, parse
-from common.folders import locked, writable
+from common.arguments import check, from_low, parse
 from common.machine import machine
 from common.scripts import before_each_log, load, train
 from common.tables import Table, spread
@@ -38,19 +38,14 @@ VERIFIED = 250  # steps of the runs that --verify compares
 
 
 @dataclass
-class Args:
+class Args(study.RoundsArgs):
     algos: tuple[str, ...] = tuple(TRICKS)
-    """names of the plain scripts"""
     modes: tuple[str, ...] = MODES
     """modes to measure; without a CUDA device, those with cudagraphs are skipped"""
     seeds: tuple[int, ...] = (1, 2, 3)
-    """one round of each mode for each seed"""
     total_timesteps: int | None = None
     """environment steps of each run (default: the algorithm's of --quick)"""
     run_dir: Path = Path("runs/ablation")
-    """folder for the copies and their runs; an earlier one of the same algorithm and mode is deleted"""
-    results: Path = RESULTS
-    """folder that receives <machine>/ablation/<algo>.json"""
     verify: bool = False
     """only compare the learned parameters of the script and its copies in short runs"""
 
@@ -161,13 +156,9 @@ def text(algo, results):
 
 
 def main(args):
-    check("algos", args.algos, TRICKS)
     check("modes", args.modes, MODES)
-    distinct(args, "algos", "modes", "seeds")
-    from_low(0, args, "seeds")
     from_low(1, args, "total_timesteps")
-    writable("results", args.results)
-    with locked("run-dir", args.run_dir):
+    with study.checked(args, TRICKS):
         for algo in args.algos:
             for mode in possible(args.modes):
                 verify(algo, mode) if args.verify else record(args, algo, mode, measure(args, algo, mode))

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmark.results import RESULTS, read, replace
+from benchmark.studies import population
 from common import ROOT
 from common.algorithms import ALGORITHMS
 from common.arguments import parse
@@ -41,7 +42,7 @@ MODES = {
     "compile + cudagraphs": {"compile": True, "cudagraphs": True},
 }
 PARTS = ("update", "update_target", "losses")  # methods counted separately; the rest is the step
-POPULATIONS = {"sac_continuous_action": "sac_population"}
+POPULATIONS = {algo: name.removesuffix("_torchcompile") for algo, name in population.POPULATIONS.items()}
 AGENTS = (1, 2, 4, 8, 16)
 COLUMNS = (
     "operators",

@@ -22,34 +22,32 @@ import numpy as np
 import tyro
 
 from benchmark import editions
-from benchmark.results import RESULTS, path_here, store, stored
+from benchmark.results import stored
 from benchmark.speed.rounds import TURBO_FLAGS, possible
+from benchmark.studies import study
 from common import scripts
 from common.algorithms import ALGORITHMS
-from common.arguments import check, distinct, from_low, parse
-from common.folders import writable
-from common.machine import machine
+from common.arguments import from_low, parse
 from common.processes import end, start
 from common.steady import Clock
 
-POPULATIONS = {"sac_continuous_action": "sac_population_torchcompile"}
+POPULATIONS = {
+    algo: script for algo, entry in ALGORITHMS.items() for script in entry.variants if "_population" in script
+}
 SETTINGS = ["--learning-starts=1000", "--buffer-size=20000"]
 WARMING = -1  # the count of a process that is still warming up
 HEADER = ("", "mode", "agents", "one program, steps/s", "processes, steps/s", "ratio")
 
 
 @dataclass
-class Args:
+class Args(study.Args):
     algos: tuple[str, ...] = tuple(POPULATIONS)
-    """names of the plain scripts"""
     agents: tuple[int, ...] = (1, 2, 4, 8, 16)
     """numbers of agents"""
     rounds: int = 3
     """turns of each side"""
     seconds: float = 6
     """duration of a turn"""
-    results: Path = RESULTS
-    """folder that receives <machine>/population/<algo>.json"""
 
 
 def train(name, counter, *flags):
@@ -106,7 +104,18 @@ class Side:
         return float(sum(counter[0] for counter in self.counters) - before) / (time.perf_counter() - begin)
 
 
-def measure(args, algo, mode, agents, folder):
+def measure(args, algo):
+    """The speeds of each number of agents in all modes that this machine can run."""
+    modes = {mode: {} for mode in possible(TURBO_FLAGS)}
+    for mode, speeds in modes.items():
+        for agents in args.agents:
+            with tempfile.TemporaryDirectory() as folder:
+                speeds[agents] = measure_agents(args, algo, mode, agents, Path(folder))
+            print(f"{algo}, {mode}, {agents} agents: {speeds[agents]}", file=sys.stderr, flush=True)
+    return {"modes": modes}
+
+
+def measure_agents(args, algo, mode, agents, folder):
     """Steps per second of all agents by side, as lists over rounds."""
     flags = ["--total-timesteps=1000000000", *SETTINGS, *TURBO_FLAGS[mode]]
     default = scripts.load(f"{algo}_torchcompile").Args().threads  # 0: all cores
@@ -149,22 +158,9 @@ def table(results):
 
 
 def main(args):
-    check("algos", args.algos, POPULATIONS)
-    distinct(args, "algos", "agents")
     from_low(1, args, "agents", "rounds")
     from_low(0, args, "seconds")
-    writable("results", args.results)
-    for algo in args.algos:
-        modes = {mode: {} for mode in possible(TURBO_FLAGS)}
-        for mode, speeds in modes.items():
-            for agents in args.agents:
-                with tempfile.TemporaryDirectory() as folder:
-                    speeds[agents] = measure(args, algo, mode, agents, Path(folder))
-                print(f"{algo}, {mode}, {agents} agents: {speeds[agents]}", file=sys.stderr, flush=True)
-        data = {"algo": algo, "machine": machine(), "modes": modes}
-        data |= editions.today(*(editions.script(name) for name in (POPULATIONS[algo], f"{algo}_torchcompile")))
-        store(path_here(args.results, "population", algo), data)
-    print(table(args.results))
+    study.run("population", args, POPULATIONS, measure, table, lambda algo: (POPULATIONS[algo], *study.turbo(algo)))
 
 
 if __name__ == "__main__":
