@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from common import ROOT
 from common.arguments import one_line, stop
 
 
@@ -37,11 +36,6 @@ def load_given(argument, name):
         if not hasattr(script, part):
             stop(f"{argument} {name}: it has no `{part}`; give a script of leanrl/ or an edited copy of one")
     return script
-
-
-def path_of(name):
-    """The path of a script of leanrl/."""
-    return ROOT / "leanrl" / f"{name}.py"
 
 
 def learner_class(script):

@@ -44,20 +44,6 @@ MODES = {
 PARTS = ("update", "update_target", "losses")  # methods counted separately; the rest is the step
 POPULATIONS = {algo: name.removesuffix("_torchcompile") for algo, name in population.POPULATIONS.items()}
 AGENTS = (1, 2, 4, 8, 16)
-COLUMNS = (
-    "operators",
-    "matmuls",
-    "kernels",
-    "replays",
-    "nodes",
-    "fills",
-    "bytes",
-    "h2d",
-    "h2d bytes",
-    "d2h",
-    "d2h bytes",
-    "waits",
-)
 
 
 @dataclass
@@ -115,14 +101,9 @@ class Steady:
         """Counts of one call of each part, by part, with the number of calls per step."""
         return {
             part: {"calls per step": per(self.calls[part], self.steps)}
-            | {name: per(counts[name], self.calls[part]) for name in (*COLUMNS, *shapes(counts)) if counts[name]}
+            | {name: per(counts[name], self.calls[part]) for name in sorted(counts) if counts[name]}
             for part, counts in self.parts.items()
         }
-
-
-def shapes(counts):
-    """The names of counts of matmuls by size."""
-    return sorted(name for name in counts if name.startswith("matmul "))
 
 
 def per(count, calls):
