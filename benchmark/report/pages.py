@@ -39,6 +39,7 @@ PAGES = {  # tables by page, beside those of README.md, of doc/report.html and o
     "doc/torch_compile.md": ("modes",),
     "doc/debugging.md": ("overhead",),
 }
+CAPTIONS = {name: caption for entry in ALGORITHMS.values() for name, caption in entry.curves.items()}
 CURVE = "curve "  # and the name of a file of doc/artifacts
 for entry in ALGORITHMS.values():
     PAGES[entry.page] = (*PAGES.get(entry.page, ()), *(f"{CURVE}{name}" for name in entry.curves))
@@ -159,8 +160,7 @@ def write(results):
     embedded = {kind: [] for kind in ("minutes", "learning", "speed", "curve")}
     for picture in pictures.values():
         embedded[picture.kind].append(image(picture.caption, picture.svg, "svg+xml"))  # its title is in it
-    captions = {name: caption for entry in ALGORITHMS.values() for name, caption in entry.curves.items()}
-    for name, caption in captions.items():
+    for name, caption in CAPTIONS.items():
         embedded["curve"].append(image(caption, artifact(f"{name}.png").read_bytes(), "png", caption))
     written = texts(results)
     for kind, images in embedded.items():

@@ -10,8 +10,6 @@ of its copies, interleaved (speed/rounds.py). The value of a trick is the speed 
 without the trick, within a round: above 1 if the trick pays.
 """
 
-import contextlib
-import io
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -24,11 +22,10 @@ from benchmark.results import path_here, read, store
 from benchmark.speed.rounds import INTERLEAVED, TURBO_FLAGS, RunArgs, possible, run_programs
 from benchmark.studies import study
 from benchmark.studies.tricks import TRICKS, without
-from common import ROOT
 from common.algorithms import ALGORITHMS
 from common.arguments import check, from_low, parse
 from common.machine import machine
-from common.scripts import before_each_log, load, train
+from common.scripts import before_each_log, load, path_of, train_until_enough
 from common.tables import Table, spread
 
 MODES = tuple(TURBO_FLAGS)
@@ -52,10 +49,10 @@ class Args(study.RoundsArgs):
 
 def write_copy(algo, trick, folder):
     """Write the turbo script without `trick`, or unchanged (None), to its own folder under `folder`."""
-    name = f"{algo}_torchcompile.py"
-    path = folder / (trick.name if trick else UNTOUCHED) / name
+    script = path_of(f"{algo}_torchcompile")
+    path = folder / (trick.name if trick else UNTOUCHED) / script.name
     path.parent.mkdir(parents=True)
-    path.write_text(without(algo, trick) if trick else (ROOT / "leanrl" / name).read_text())
+    path.write_text(without(algo, trick) if trick else script.read_text())
     return path
 
 
@@ -77,10 +74,9 @@ def learned(path, algo, mode):
 
         before_each_log(run, on_log)
 
-    flags = ALGORITHMS[algo].tiny | {"compile": "compile" in mode, "cudagraphs": "cudagraphs" in mode}
+    flags = ALGORITHMS[algo].tiny | {"compile": "compile" in mode, "cudagraphs": "cudagraphs" in mode, "threads": 1}
     flags |= {} if ALGORITHMS[algo].off_policy else {"num_steps": 60}  # episodes of 200 steps end within a rollout
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        train(script, script.Args(total_timesteps=VERIFIED, run_dir=folder, threads=1, **flags), on_start)
+    train_until_enough(script, flags, on_start, VERIFIED)
     return logs[0], logs[-1]
 
 

@@ -14,10 +14,8 @@ eager operators, on 32,768 rows, for minutes. The operators of the pendulum are 
 """
 
 import contextlib
-import io
 import json
 import sys
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
 
@@ -28,7 +26,7 @@ from benchmark.studies import population
 from common import ROOT
 from common.algorithms import ALGORITHMS
 from common.arguments import parse
-from common.scripts import Enough, before_each_log, load, train
+from common.scripts import Enough, before_each_log, load, train_until_enough
 from common.steady import Clock
 from common.tables import Table
 
@@ -123,11 +121,8 @@ def count(name, mode, flags, steps):
             from generated_cuda import compiled_for_cuda, longest_reduction  # needs triton
 
             programs = stack.enter_context(compiled_for_cuda(execute=False))
-        run_dir = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         steady = Steady(device.counts, steps)
-        with contextlib.suppress(Enough):
-            train(script, script.Args(run_dir=run_dir, **flags, **MODES[mode]), steady)
+        train_until_enough(script, flags | MODES[mode], steady, script.Args.total_timesteps)
     counts = steady.per_call()
     if MODES[mode].get("compile"):
         numbers, results = max(longest_reduction(code) for _, code in programs.codes)

@@ -10,11 +10,8 @@ convolutions of an update alone, in the same shapes and on tensors in the cache.
 With more environments, PPO's and PQN's rollouts become shorter, so that an iteration keeps its number of transitions.
 """
 
-import contextlib
-import io
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -34,7 +31,7 @@ from common.algorithms import ALGORITHMS
 from common.arguments import from_low, parse, refuse
 from common.machine import slug, where
 from common.processes import call
-from common.scripts import Enough, before_each_log, load, train
+from common.scripts import Enough, before_each_log, load, train_until_enough
 from common.steady import Clock
 from common.tables import Table
 
@@ -80,19 +77,6 @@ class Matmuls(TorchDispatchMode):
         functions = {key: partial(func, *args, **kwargs) for key, (func, args, kwargs) in self.calls.items()}
         taken = interleaved_times(functions, rounds=5, seconds=0.02)
         return sum(count * statistics.median(taken[key]) for key, count in self.counts.items())
-
-
-def train_until_enough(script, flags, on_start):
-    """Train until code installed by `on_start` raises Enough."""
-    log = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder:
-        args = script.Args(total_timesteps=10**9, run_dir=folder, **flags)
-        try:
-            with contextlib.redirect_stderr(log), contextlib.suppress(Enough):
-                train(script, args, on_start)
-        except SystemExit:
-            print(log.getvalue().splitlines()[-1], file=sys.stderr)
-            raise
 
 
 def matmuls_alone(script, flags, period):

@@ -5,7 +5,7 @@ Without a trick, a script learns the same up to rounding.
 
 from dataclasses import dataclass
 
-from common import ROOT
+from common.scripts import path_of
 
 EAGER = ("eager", "cudagraphs")  # modes without compilation
 COMPILED = ("compile", "compile+cudagraphs")
@@ -39,7 +39,7 @@ def replacements(edits):
 
 def without(algo, trick):
     """The text of the turbo script without a trick; ValueError unless each text to replace occurs exactly once."""
-    source = (ROOT / "leanrl" / f"{algo}_torchcompile.py").read_text()
+    source = path_of(f"{algo}_torchcompile").read_text()
     for old, new in replacements(trick.edits):
         if source.count(old) != 1:
             raise ValueError(f"{algo}, {trick.name}: {source.count(old)} places, not one, with this text: {old}")
