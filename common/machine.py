@@ -25,7 +25,7 @@ def machine():
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
         "gpu": torch.cuda.get_device_name() if cuda else None,
-        "driver": driver() if cuda else None,
+        "driver": nvidia_smi("driver_version").get("driver_version") if cuda else None,
         "cuda": torch.version.cuda,
         "packages": {"python": platform.python_version()} | versions(),
     }
@@ -40,13 +40,14 @@ def processor(cpuinfo):
     return " ".join(name.split())
 
 
-def driver():
-    """The version of the GPU's driver, or None if nvidia-smi does not report it."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def nvidia_smi(*names):
+    """What nvidia-smi says of the first GPU, by name; empty if it says nothing."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+        line = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
-        return None
+        return {}
+    return dict(zip(names, map(str.strip, line.split(",")), strict=True))
 
 
 def versions():

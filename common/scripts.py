@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import importlib.util
+import io
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -90,3 +92,16 @@ def before_each_log(run, function):
 
 class Enough(BaseException):
     """Ends a run from within, without the checkpoint that other errors leave."""
+
+
+def train_until_enough(script, flags, on_start, total_timesteps=10**9):
+    """Train without traces: to the end, or until code installed by `on_start` raises Enough."""
+    log = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        args = script.Args(total_timesteps=total_timesteps, run_dir=folder, **flags)
+        try:
+            with contextlib.redirect_stderr(log), contextlib.suppress(Enough):
+                train(script, args, on_start)
+        except SystemExit:
+            print(log.getvalue().splitlines()[-1], file=sys.stderr)
+            raise

@@ -3,13 +3,12 @@
 import json
 import sys
 from functools import partial
-from itertools import islice
 
 import numpy as np
 
 from common.arguments import one_line, stop
 from instruments.instrument import Instrument
-from instruments.playing import make_env, play
+from instruments.playing import random_returns
 
 
 class RandomBaseline(Instrument):
@@ -23,11 +22,7 @@ class RandomBaseline(Instrument):
     def prepare(self, script, args):
         super().prepare(script, args)
         try:
-            env = make_env(args.env_id, args.seed)
-            env.action_space.seed(args.seed)
-            episodes = islice(play(env, lambda obs, begins: env.action_space.sample(), args.seed), self.episodes)
-            returns = [episode.total for episode in episodes]
-            env.close()
+            returns = random_returns(args.env_id, args.seed, self.episodes)
         except Exception as error:  # environments may raise anything
             remedy = "leave it out, or correct the error"
             stop(f"--random-baseline {self.episodes}: cannot play {args.env_id} ({one_line(error)}); {remedy}")

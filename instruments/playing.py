@@ -3,6 +3,7 @@
 import importlib
 import warnings
 from dataclasses import dataclass
+from itertools import islice
 
 import gymnasium as gym
 import numpy as np
@@ -36,6 +37,16 @@ def play(env, act, seed, max_steps=MAX_STEPS):
                 break
         yield Episode(total, ended)
         obs, _ = env.reset()
+
+
+def random_returns(env_id, seed, episodes):
+    """Returns of a uniform random policy in the first `episodes` episodes of an environment."""
+    env = make_env(env_id, seed)
+    env.action_space.seed(seed)
+    played = islice(play(env, lambda obs, begins: env.action_space.sample(), seed), episodes)
+    returns = [episode.total for episode in played]
+    env.close()
+    return returns
 
 
 def acting(policy, space, inputs):

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import subprocess
 import time
 from importlib.util import find_spec
 
@@ -19,7 +18,7 @@ from benchmark.results import replace, store
 from benchmark.speed.monitor import Monitor
 from common.algorithms import ALGORITHMS
 from common.arguments import note, one_line
-from common.machine import machine
+from common.machine import machine, nvidia_smi
 from common.processes import end
 
 CARD = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "memory.total")
@@ -29,16 +28,6 @@ LAST = 15  # seconds before the end in which nothing new begins
 PATIENCE = 60  # seconds beyond a slice: it ends at a log, and a profile takes three
 SHORT = ("failed", "launches_per_step", "us_per_step", "busy_us_per_step", "busy_share", "gaps_per_step")
 HOST_GIB, CARD_GIB = 2.0, 1.5  # of a program, about
-
-
-def card():
-    """What nvidia-smi says of the card, by name; None where it is missing."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(CARD)}", "--format=csv,noheader"]
-    try:
-        line = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return None
-    return dict(zip(CARD, map(str.strip, line.split(",")), strict=True))
 
 
 def room():
@@ -81,7 +70,9 @@ class Measurement:
         }
         scripts = [editions.script(name) for algo in algos for name in (algo, f"{algo}_torchcompile")]
         cases = {algo: CASES[algo] for algo in algos}
-        self.report = {"machine": machine(), "card": card(), "emulated": emulated} | editions.today(*scripts)
+        self.report = {"machine": machine(), "card": nvidia_smi(*CARD) or None, "emulated": emulated} | editions.today(
+            *scripts
+        )
         self.report |= {"flags": {algo: case.small if emulated else case.flags for algo, case in cases.items()}}
         self.report |= {"env_ids": {algo: ALGORITHMS[algo].env_id for algo in algos}, "phases": [], "smoke": {}}
         self.report |= {"agreement": {}, "speeds": {algo: {} for algo in algos}, "profiles": {}, "load": {}}

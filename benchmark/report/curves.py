@@ -12,7 +12,6 @@ python -m benchmark.report.curves collect runs/pong pong.csv --minutes  # for `d
 import csv
 import io
 from collections import defaultdict
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ from common.arguments import note, one_line, refuse, stop
 from common.curves import COLORS, RETURN, last_tenth, moving_mean, plot, read_events, require_picture, scalars, seeds
 from common.folders import writable
 from common.tables import Table
-from instruments.playing import make_env, play
+from instruments.playing import random_returns
 
 KEY = ("exp_name", "env_id", "seed", "step")
 COLUMNS = (*KEY, "episodic_return")
@@ -87,16 +86,6 @@ def collect(
     csv.writer(text, lineterminator="\n").writerows([[*KEY, name] + [MINUTES] * minutes, *rows])
     replace(output, text.getvalue())
     store(output.with_suffix(".json"), editions.today(*sorted(scripts)))
-
-
-def random_returns(env_id, seed, games):
-    """Returns of a uniform random policy in the first `games` games of an environment."""
-    env = make_env(env_id, seed)
-    env.action_space.seed(seed)
-    episodes = islice(play(env, lambda obs, begins: env.action_space.sample(), seed), games)
-    returns = [episode.total for episode in episodes]
-    env.close()
-    return returns
 
 
 def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 1, num_envs: int = 8, games: int = 16):

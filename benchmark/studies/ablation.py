@@ -10,8 +10,6 @@ of its copies, interleaved (speed/rounds.py). The value of a trick is the speed 
 without the trick, within a round: above 1 if the trick pays.
 """
 
-import contextlib
-import io
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -20,15 +18,14 @@ from pathlib import Path
 import torch
 
 from benchmark import editions
-from benchmark.results import RESULTS, path_here, read, store
+from benchmark.results import path_here, read, store
 from benchmark.speed.rounds import INTERLEAVED, TURBO_FLAGS, RunArgs, possible, run_programs
+from benchmark.studies import study
 from benchmark.studies.tricks import TRICKS, without
-from common import ROOT
 from common.algorithms import ALGORITHMS
-from common.arguments import check, distinct, from_low, parse
-from common.folders import locked, writable
+from common.arguments import check, from_low, parse
 from common.machine import machine
-from common.scripts import before_each_log, load, train
+from common.scripts import before_each_log, load, path_of, train_until_enough
 from common.tables import Table, spread
 
 MODES = tuple(TURBO_FLAGS)
@@ -38,29 +35,24 @@ VERIFIED = 250  # steps of the runs that --verify compares
 
 
 @dataclass
-class Args:
+class Args(study.RoundsArgs):
     algos: tuple[str, ...] = tuple(TRICKS)
-    """names of the plain scripts"""
     modes: tuple[str, ...] = MODES
     """modes to measure; without a CUDA device, those with cudagraphs are skipped"""
     seeds: tuple[int, ...] = (1, 2, 3)
-    """one round of each mode for each seed"""
     total_timesteps: int | None = None
     """environment steps of each run (default: the algorithm's of --quick)"""
     run_dir: Path = Path("runs/ablation")
-    """folder for the copies and their runs; an earlier one of the same algorithm and mode is deleted"""
-    results: Path = RESULTS
-    """folder that receives <machine>/ablation/<algo>.json"""
     verify: bool = False
     """only compare the learned parameters of the script and its copies in short runs"""
 
 
 def write_copy(algo, trick, folder):
     """Write the turbo script without `trick`, or unchanged (None), to its own folder under `folder`."""
-    name = f"{algo}_torchcompile.py"
-    path = folder / (trick.name if trick else UNTOUCHED) / name
+    script = path_of(f"{algo}_torchcompile")
+    path = folder / (trick.name if trick else UNTOUCHED) / script.name
     path.parent.mkdir(parents=True)
-    path.write_text(without(algo, trick) if trick else (ROOT / "leanrl" / name).read_text())
+    path.write_text(without(algo, trick) if trick else script.read_text())
     return path
 
 
@@ -82,10 +74,9 @@ def learned(path, algo, mode):
 
         before_each_log(run, on_log)
 
-    flags = ALGORITHMS[algo].tiny | {"compile": "compile" in mode, "cudagraphs": "cudagraphs" in mode}
+    flags = ALGORITHMS[algo].tiny | {"compile": "compile" in mode, "cudagraphs": "cudagraphs" in mode, "threads": 1}
     flags |= {} if ALGORITHMS[algo].off_policy else {"num_steps": 60}  # episodes of 200 steps end within a rollout
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        train(script, script.Args(total_timesteps=VERIFIED, run_dir=folder, threads=1, **flags), on_start)
+    train_until_enough(script, flags, on_start, VERIFIED)
     return logs[0], logs[-1]
 
 
@@ -161,13 +152,9 @@ def text(algo, results):
 
 
 def main(args):
-    check("algos", args.algos, TRICKS)
     check("modes", args.modes, MODES)
-    distinct(args, "algos", "modes", "seeds")
-    from_low(0, args, "seeds")
     from_low(1, args, "total_timesteps")
-    writable("results", args.results)
-    with locked("run-dir", args.run_dir):
+    with study.checked(args, TRICKS):
         for algo in args.algos:
             for mode in possible(args.modes):
                 verify(algo, mode) if args.verify else record(args, algo, mode, measure(args, algo, mode))

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark import editions
-from benchmark.results import RESULTS, path_here, store, stored
+from benchmark.results import stored
 from benchmark.speed.rounds import INTERLEAVED, RunArgs, run_programs
+from benchmark.studies import study
 from common.algorithms import MEASURED, named
-from common.arguments import check, distinct, from_low, parse
-from common.folders import locked, writable
-from common.machine import machine
+from common.arguments import parse
 from common.tables import spread
 
 MODES = {
@@ -28,15 +27,8 @@ HEADER = ("", "mode", "steps/s", "ratio to default", "until steady, s")
 
 
 @dataclass
-class Args:
-    algos: tuple[str, ...] = tuple(MEASURED)
-    """names of the plain scripts"""
-    seeds: tuple[int, ...] = (1,)
-    """one round for each seed"""
+class Args(study.RoundsArgs):
     run_dir: Path = Path("runs/modes")
-    """folder for the runs; an earlier one of the same algorithm is deleted"""
-    results: Path = RESULTS
-    """folder that receives <machine>/modes/<algo>.json"""
 
 
 def measure(args, algo):
@@ -46,7 +38,7 @@ def measure(args, algo):
     settings = RunArgs(total_timesteps=speed.quick_steps, flags=speed.flags)
     summaries = run_programs(algo, programs, args.seeds, args.run_dir / algo, settings)
     columns = {"steps_per_second": "steady_sps", "warmup_seconds": "warmup_seconds"}
-    return {
+    return {"seeds": args.seeds} | {
         name: {mode: [summary[key] for summary in own] for mode, own in summaries.items()}
         for name, key in columns.items()
     }
@@ -71,16 +63,7 @@ def table(results):
 
 
 def main(args):
-    check("algos", args.algos, MEASURED)
-    distinct(args, "algos", "seeds")
-    from_low(0, args, "seeds")
-    writable("results", args.results)
-    with locked("run-dir", args.run_dir):
-        for algo in args.algos:
-            data = {"algo": algo, "seeds": args.seeds, "machine": machine()} | measure(args, algo)
-            data |= editions.today(editions.script(f"{algo}_torchcompile"))
-            store(path_here(args.results, "modes", algo), data)
-    print(table(args.results))
+    study.run("modes", args, MEASURED, measure, table)
 
 
 if __name__ == "__main__":

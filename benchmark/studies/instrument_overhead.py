@@ -14,12 +14,11 @@ import numpy as np
 from scipy.stats import bootstrap
 
 from benchmark import editions
-from benchmark.results import RESULTS, path_here, store, stored
+from benchmark.results import stored
 from benchmark.speed.rounds import TURBO_FLAGS, RunArgs, possible, run_programs
+from benchmark.studies import study
 from common.algorithms import FULL_SOON, named
-from common.arguments import check, distinct, from_low, parse
-from common.folders import locked, writable
-from common.machine import machine
+from common.arguments import parse
 
 INSTRUMENTED = ("-m", "benchmark.studies.instrumented")
 ALONE = "none"
@@ -36,18 +35,18 @@ HEADER = ("", "instrument", *MODES)
 
 
 @dataclass
-class Args:
+class Args(study.RoundsArgs):
     algos: tuple[str, ...] = tuple(TASKS)
-    """names of the plain scripts"""
     seeds: tuple[int, ...] = (1, 2)
-    """one round of each mode for each seed"""
     run_dir: Path = Path("runs/overhead")
-    """folder for the runs; an earlier one of the same algorithm and mode is deleted"""
-    results: Path = RESULTS
-    """folder that receives <machine>/overhead/<algo>.json"""
 
 
-def measure(args, algo, mode):
+def measure(args, algo):
+    """The speeds in all modes that this machine can run."""
+    return {"seeds": args.seeds, "modes": {mode: measure_mode(args, algo, mode) for mode in possible(MODES)}}
+
+
+def measure_mode(args, algo, mode):
     """Steps per second with each instrument, as lists over the time slices of all seeds."""
     steps, flags = TASKS[algo]
     kinds = [name for name in INSTRUMENTS if "atari" in algo or name not in ATARI_ONLY]
@@ -92,17 +91,7 @@ def table(results):
 
 
 def main(args):
-    check("algos", args.algos, TASKS)
-    distinct(args, "algos", "seeds")
-    from_low(0, args, "seeds")
-    writable("results", args.results)
-    with locked("run-dir", args.run_dir):
-        for algo in args.algos:
-            modes = {mode: measure(args, algo, mode) for mode in possible(MODES)}
-            data = {"algo": algo, "seeds": args.seeds, "machine": machine(), "modes": modes}
-            data |= editions.today(editions.script(f"{algo}_torchcompile"))
-            store(path_here(args.results, "overhead", algo), data)
-    print(table(args.results))
+    study.run("overhead", args, TASKS, measure, table)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,19 @@ eager operators, on 32,768 rows, for minutes. The operators of the pendulum are 
 """
 
 import contextlib
-import io
 import json
 import sys
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
 from benchmark.results import RESULTS, read, replace
+from benchmark.studies import population
 from common import ROOT
 from common.algorithms import ALGORITHMS
 from common.arguments import parse
-from common.scripts import Enough, before_each_log, load, train
+from common.scripts import Enough, before_each_log, load, train_until_enough
 from common.steady import Clock
 from common.tables import Table
 
@@ -41,22 +40,8 @@ MODES = {
     "compile + cudagraphs": {"compile": True, "cudagraphs": True},
 }
 PARTS = ("update", "update_target", "losses")  # methods counted separately; the rest is the step
-POPULATIONS = {"sac_continuous_action": "sac_population"}
+POPULATIONS = {algo: name.removesuffix("_torchcompile") for algo, name in population.POPULATIONS.items()}
 AGENTS = (1, 2, 4, 8, 16)
-COLUMNS = (
-    "operators",
-    "matmuls",
-    "kernels",
-    "replays",
-    "nodes",
-    "fills",
-    "bytes",
-    "h2d",
-    "h2d bytes",
-    "d2h",
-    "d2h bytes",
-    "waits",
-)
 
 
 @dataclass
@@ -114,14 +99,9 @@ class Steady:
         """Counts of one call of each part, by part, with the number of calls per step."""
         return {
             part: {"calls per step": per(self.calls[part], self.steps)}
-            | {name: per(counts[name], self.calls[part]) for name in (*COLUMNS, *shapes(counts)) if counts[name]}
+            | {name: per(counts[name], self.calls[part]) for name in sorted(counts) if counts[name]}
             for part, counts in self.parts.items()
         }
-
-
-def shapes(counts):
-    """The names of counts of matmuls by size."""
-    return sorted(name for name in counts if name.startswith("matmul "))
 
 
 def per(count, calls):
@@ -141,11 +121,8 @@ def count(name, mode, flags, steps):
             from generated_cuda import compiled_for_cuda, longest_reduction  # needs triton
 
             programs = stack.enter_context(compiled_for_cuda(execute=False))
-        run_dir = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         steady = Steady(device.counts, steps)
-        with contextlib.suppress(Enough):
-            train(script, script.Args(run_dir=run_dir, **flags, **MODES[mode]), steady)
+        train_until_enough(script, flags | MODES[mode], steady, script.Args.total_timesteps)
     counts = steady.per_call()
     if MODES[mode].get("compile"):
         numbers, results = max(longest_reduction(code) for _, code in programs.codes)

@@ -10,16 +10,12 @@ convolutions of an update alone, in the same shapes and on tensors in the cache.
 With more environments, PPO's and PQN's rollouts become shorter, so that an iteration keeps its number of transitions.
 """
 
-import contextlib
-import io
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -28,14 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from benchmark import editions
-from benchmark.results import RESULTS, path_here, read, store, stored
+from benchmark.results import read, stored
+from benchmark.studies import study
 from benchmark.studies.timing import interleaved_times, seconds_per_call
 from common.algorithms import ALGORITHMS
-from common.arguments import check, distinct, from_low, parse, refuse
-from common.folders import writable
-from common.machine import machine, slug, where
+from common.arguments import from_low, parse, refuse
+from common.machine import slug, where
 from common.processes import call
-from common.scripts import Enough, before_each_log, load, train
+from common.scripts import Enough, before_each_log, load, train_until_enough
 from common.steady import Clock
 from common.tables import Table
 
@@ -44,9 +40,8 @@ WINDOWS = 5  # of a run, of which the median is taken
 
 
 @dataclass
-class Args:
+class Args(study.Args):
     algos: tuple[str, ...] = tuple(SCALED)
-    """names of the plain scripts"""
     compile: bool = True
     """with --compile"""
     cudagraphs: bool = field(default_factory=torch.cuda.is_available)
@@ -58,8 +53,6 @@ class Args:
     algorithm's)"""
     seconds: float = 10
     """duration of training in steady state for each point"""
-    results: Path = RESULTS
-    """folder that receives <machine>/scaling/<algo>.json, replacing an earlier one"""
 
 
 class Matmuls(TorchDispatchMode):
@@ -84,19 +77,6 @@ class Matmuls(TorchDispatchMode):
         functions = {key: partial(func, *args, **kwargs) for key, (func, args, kwargs) in self.calls.items()}
         taken = interleaved_times(functions, rounds=5, seconds=0.02)
         return sum(count * statistics.median(taken[key]) for key, count in self.counts.items())
-
-
-def train_until_enough(script, flags, on_start):
-    """Train until code installed by `on_start` raises Enough."""
-    log = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder:
-        args = script.Args(total_timesteps=10**9, run_dir=folder, **flags)
-        try:
-            with contextlib.redirect_stderr(log), contextlib.suppress(Enough):
-                train(script, args, on_start)
-        except SystemExit:
-            print(log.getvalue().splitlines()[-1], file=sys.stderr)
-            raise
 
 
 def matmuls_alone(script, flags, period):
@@ -210,17 +190,16 @@ def measure(algo, flags, modes, seconds):
 
 
 def measure_all(args, algo):
-    """Measure all points of a script and store them."""
+    """All points of a script."""
     case = SCALED[algo]
     modes = {"compile": args.compile, "cudagraphs": args.cudagraphs}
-    data = {"algo": algo, "modes": modes, "machine": machine(), "num_envs": {}, "batch": {}}
-    data |= editions.today(editions.script(f"{algo}_torchcompile"))
+    data = {"modes": modes, "num_envs": {}, "batch": {}}
     points = [("num_envs", n, case.with_envs(n)) for n in args.num_envs or case.num_envs]
     points += [("batch", batch, case.with_batch(batch)) for batch in args.batches or case.batches]
     for name, value, flags in points:
         print(f"{algo}: {name} {value}", file=sys.stderr, flush=True)
         data[name][value] = call(measure, algo, flags, modes, args.seconds)
-    store(path_here(args.results, "scaling", algo), data)
+    return data
 
 
 def draw_all(results):
@@ -309,16 +288,11 @@ def table(results):
 
 
 def main(args):
-    check("algos", args.algos, SCALED)
     if args.cudagraphs and not torch.cuda.is_available():
         refuse("cudagraphs", args.cudagraphs, "there is no CUDA device; give --no-cudagraphs")
-    distinct(args, "algos")
     from_low(1, args, "num_envs", "batches")
     from_low(0, args, "seconds")
-    writable("results", args.results)
-    for algo in args.algos:
-        measure_all(args, algo)
-    print(table(args.results))
+    study.run("scaling", args, SCALED, measure_all, table)
 
 
 if __name__ == "__main__":

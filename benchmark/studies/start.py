@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark import editions
-from benchmark.results import RESULTS, path_here, store, stored
+from benchmark.results import stored
 from benchmark.speed.rounds import INTERLEAVED, RoundArgs, cold, command
+from benchmark.studies import study
 from common.algorithms import FULL_SOON, MEASURED, named
-from common.arguments import check, distinct, from_low, parse, stop
-from common.folders import writable
-from common.machine import machine
+from common.arguments import from_low, parse, stop
 from common.processes import end, start
 from common.tables import spread
 
@@ -30,13 +29,9 @@ HEADER = ("", "cold start, s", "warm start, s")
 
 
 @dataclass
-class Args:
-    algos: tuple[str, ...] = tuple(MEASURED)
-    """names of the plain scripts"""
+class Args(study.Args):
     times: int = 3
     """number of cold starts, each with a warm one after it"""
-    results: Path = RESULTS
-    """folder that receives <machine>/start/<algo>.json"""
 
 
 def seconds_to_updates(algo, folder):
@@ -62,7 +57,9 @@ def measure(args, algo):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             for seconds in found.values():
                 seconds.append(seconds_to_updates(algo, Path(folder)))
-    return found
+    medians = {cache: round(statistics.median(seconds), 1) for cache, seconds in found.items()}
+    print(named(algo), medians, file=sys.stderr)
+    return {"seconds": found}
 
 
 def rows(data):
@@ -76,17 +73,8 @@ def table(results):
 
 
 def main(args):
-    check("algos", args.algos, MEASURED)
-    distinct(args, "algos")
     from_low(1, args, "times")
-    writable("results", args.results)
-    for algo in args.algos:
-        data = {"algo": algo, "machine": machine(), "seconds": measure(args, algo)}
-        data |= editions.today(editions.script(f"{algo}_torchcompile"))
-        store(path_here(args.results, "start", algo), data)
-        medians = {cache: round(statistics.median(seconds), 1) for cache, seconds in data["seconds"].items()}
-        print(named(algo), medians, file=sys.stderr)
-    print(table(args.results))
+    study.run("start", args, MEASURED, measure, table)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,7 @@ from common.tables import Table, spread
 
 def device_creation():
     """Create tensors on the device instead of moving them there from the host."""
-
-    def before():
-        return torch.zeros(256, 64).to(DEVICE)
-
-    def after():
-        return torch.zeros(256, 64, device=DEVICE)
-
-    return before, after
+    return lambda: torch.zeros(256, 64).to(DEVICE), lambda: torch.zeros(256, 64, device=DEVICE)
 
 
 def pinned_memory():
@@ -40,14 +33,7 @@ def pinned_memory():
     pageable = torch.ones(8, 4, 84, 84, dtype=torch.uint8)
     pinned = torch.ones_like(pageable, pin_memory=DEVICE.type == "cuda")
     arrived, arrived_later = (torch.zeros_like(pageable, device=DEVICE) for _ in range(2))
-
-    def before():
-        return arrived.copy_(pageable)
-
-    def after():
-        return arrived_later.copy_(pinned, non_blocking=True)
-
-    return before, after
+    return lambda: arrived.copy_(pageable), lambda: arrived_later.copy_(pinned, non_blocking=True)
 
 
 def no_item():
@@ -112,14 +98,7 @@ def in_place():
     """Move a target network in place with one `lerp_`, instead of computing a sum in a new tensor."""
     weights = torch.linspace(-1, 1, 2 * 73_000, device=DEVICE)  # of both critics of SAC
     target, moved_in_place = (torch.zeros_like(weights) for _ in range(2))
-
-    def before():
-        return target.copy_(0.005 * weights + 0.995 * target)
-
-    def after():
-        return moved_in_place.lerp_(weights, 0.005)
-
-    return before, after
+    return lambda: target.copy_(0.005 * weights + 0.995 * target), lambda: moved_in_place.lerp_(weights, 0.005)
 
 
 def channels_last():

@@ -5,7 +5,7 @@ Without a trick, a script learns the same up to rounding.
 
 from dataclasses import dataclass
 
-from common import ROOT
+from common.scripts import path_of
 
 EAGER = ("eager", "cudagraphs")  # modes without compilation
 COMPILED = ("compile", "compile+cudagraphs")
@@ -22,14 +22,25 @@ class Trick:
     """the trick, and the alternative"""
     modes: tuple[str, ...]
     """modes in which removing it makes a difference: a compiler removes much redundant work by itself"""
-    edits: tuple[tuple[str, str], ...]
-    """texts that occur once in the script, and their replacements; some leave code after a return"""
+    edits: str
+    """a diff, see `replacements`; some leave code after a return"""
+
+
+def replacements(edits):
+    """The texts to replace in a script and their replacements, of a diff: lines with - go, those with + come.
+
+    Others stay. An empty line separates two texts. Both ends of a text may be within lines of the script.
+    """
+    for part in edits.strip("\n").split("\n\n"):
+        lines = part.split("\n")
+        old = "\n".join(line[1:] for line in lines if line[0] != "+")
+        yield old, "\n".join(line[1:] for line in lines if line[0] != "-")
 
 
 def without(algo, trick):
     """The text of the turbo script without a trick; ValueError unless each text to replace occurs exactly once."""
-    source = (ROOT / "leanrl" / f"{algo}_torchcompile.py").read_text()
-    for old, new in trick.edits:
+    source = path_of(f"{algo}_torchcompile").read_text()
+    for old, new in replacements(trick.edits):
         if source.count(old) != 1:
             raise ValueError(f"{algo}, {trick.name}: {source.count(old)} places, not one, with this text: {old}")
         source = source.replace(old, new)
@@ -46,23 +57,16 @@ OWN_ADAM = Trick(
     "Adam.step",
     "Adam in a few operations on all parameters at once, not `torch.optim.Adam`",
     EAGER,
-    (
-        (
-            "        self.corrections = torch.zeros_like(self.rates)",
-            """\
-        settings = {"eps": self.eps, "capturable": device.type == "cuda"}
-        self.optimizer = torch.optim.Adam(self.weights, lr, (self.beta1, self.beta2), **settings)
-        self.corrections = torch.zeros_like(self.rates)""",
-        ),
-        (
-            "        self.corrections.lerp_(self.one, self.rates)\n",
-            """\
-        for parameter, gradient in zip(self.weights, gradients, strict=True):
-            parameter.grad = gradient
-        return self.optimizer.step()
+    """
++        settings = {"eps": self.eps, "capturable": device.type == "cuda"}
++        self.optimizer = torch.optim.Adam(self.weights, lr, (self.beta1, self.beta2), **settings)
+         self.corrections = torch.zeros_like(self.rates)
+
+-        self.corrections.lerp_(self.one, self.rates)
++        for parameter, gradient in zip(self.weights, gradients, strict=True):
++            parameter.grad = gradient
++        return self.optimizer.step()
 """,
-        ),
-    ),
 )
 
 
@@ -72,7 +76,10 @@ def batched_critics(learner):
         f"{learner}.q_values",
         "the critics as one batched matmul per layer, not one after the other",
         (*COMPILED, "cudagraphs"),  # eager code does without it
-        (("        if self.args.compile or self.args.cudagraphs:\n", "        if False:\n"),),
+        """
+-        if self.args.compile or self.args.cudagraphs:
++        if False:
+""",
     )
 
 
@@ -82,7 +89,7 @@ def fast_acting(learner):
         f"{learner}.fast",
         "acting and storing compiled too",
         ("compile",),
-        (("        self.store_and_act = self.fast(self.store_and_act)\n", ""),),
+        "-        self.store_and_act = self.fast(self.store_and_act)",
     )
 
 
@@ -91,17 +98,20 @@ NEEDED_GUARDS = Trick(
     "needed_guards",
     "compiled code without guards on layers, not with them",
     COMPILED,
-    (('            options["guard_filter_fn"] = needed_guards\n', ""),),
+    '-            options["guard_filter_fn"] = needed_guards',
 )
 DIRECT_ENVS = Trick(
     "direct_envs",
     "DirectEnvs.step",
     "environments stepped by the script, not by `SyncVectorEnv`",
     ALL,
-    (
-        ("envs = DirectEnvs(make_envs(args, folder))", "envs = make_envs(args, folder)"),
-        ("envs.restart(ended)", 'envs.reset(options={"reset_mask": ended})[0]'),
-    ),
+    """
+-envs = DirectEnvs(make_envs(args, folder))
++envs = make_envs(args, folder)
+
+-envs.restart(ended)
++envs.reset(options={"reset_mask": ended})[0]
+""",
 )
 
 
@@ -111,12 +121,10 @@ def numpy_acting(function, network):
         "numpy_function",
         "acting in NumPy, not by calling the module",
         ALL,
-        (
-            (
-                f"        self.{function} = numpy_function(self.{network})\n",
-                f"        self.{function} = lambda x: self.{network}(torch.from_numpy(x)).detach().numpy()\n",
-            ),
-        ),
+        f"""
+-        self.{function} = numpy_function(self.{network})
++        self.{function} = lambda x: self.{network}(torch.from_numpy(x)).detach().numpy()
+""",
     )
 
 
@@ -127,25 +135,18 @@ def flat_optimizer(name, line):
         f"Clipped{name}.step",
         f"{name} on one vector of all gradients, not `torch.optim.{name}` on each parameter",
         EAGER,
-        (
-            (
-                line,
-                f"""\
-        settings = {{"eps": self.eps, "capturable": device.type == "cuda"}}
-        self.optimizer = torch.optim.{name}(self.weights, lr, (self.beta1, self.beta2), **settings)
-        self.optimizer.param_groups[0]["lr"] = self.lr
-{line}""",
-            ),
-            (
-                "        self.m.lerp_(gradient, 1 - self.beta1)\n",
-                """\
-        for parameter, part in zip(self.weights, self.parts(gradient), strict=True):
-            parameter.grad = part
-        self.optimizer.step()
-        return norm
+        f"""
++        settings = {{"eps": self.eps, "capturable": device.type == "cuda"}}
++        self.optimizer = torch.optim.{name}(self.weights, lr, (self.beta1, self.beta2), **settings)
++        self.optimizer.param_groups[0]["lr"] = self.lr
+ {line}
+
+-        self.m.lerp_(gradient, 1 - self.beta1)
++        for parameter, part in zip(self.weights, self.parts(gradient), strict=True):
++            parameter.grad = part
++        self.optimizer.step()
++        return norm
 """,
-            ),
-        ),
     )
 
 
@@ -157,29 +158,21 @@ def one_graph(learner, optimizer, network, docstring):
         f"{learner}.update_minibatch",
         f"{optimizer} in the compiled graph of forward and backward pass, not after it",
         COMPILED,
-        (
-            (
-                f'    def update_minibatch(self):\n        """{docstring}"""\n',
-                "    def compute_gradient(self):\n",
-            ),
-            (
-                f"""\
-        grad_norm = {step}(gradient)
-        self.store(grad_norm=grad_norm)
-""",
-                f"""\
-        return gradient
+        f"""
+-    def update_minibatch(self):
+-        \"\"\"{docstring}\"\"\"
++    def compute_gradient(self):
 
-    def update_minibatch(self):
-        grad_norm = {step}(self.compute_gradient())
-        self.store(grad_norm=grad_norm)
+-        grad_norm = {step}(gradient)
++        return gradient
++
++    def update_minibatch(self):
++        grad_norm = {step}(self.compute_gradient())
+         self.store(grad_norm=grad_norm)
+
+-        self.update_minibatch = self.compiled(self.update_minibatch)
++        self.compute_gradient = self.compiled(self.compute_gradient)
 """,
-            ),
-            (
-                "        self.update_minibatch = self.compiled(self.update_minibatch)\n",
-                "        self.compute_gradient = self.compiled(self.compute_gradient)\n",
-            ),
-        ),
     )
 
 
@@ -189,204 +182,152 @@ def cpp_wrapper(where):
         where,
         "on a CPU, kernels called from C++, not from Python",
         ("compile",),
-        (('options["cpp_wrapper"] = True', 'options["cpp_wrapper"] = False'),),
+        """
+-options["cpp_wrapper"] = True
++options["cpp_wrapper"] = False
+""",
     )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# SAC
+# Tricks of one script
 # ---------------------------------------------------------------------------------------------------------------------
 
-SAC = (batched_critics("SAC"), OWN_ADAM, fast_acting("SAC"), NEEDED_GUARDS)
-
-# ---------------------------------------------------------------------------------------------------------------------
-# TD3
-# ---------------------------------------------------------------------------------------------------------------------
-
-TD3 = (
-    batched_critics("TD3"),
-    Trick(
-        "first_critic_alone",
-        "TD3.update_actor",
-        "the actor's loss computes one critic, not both",
-        ALL,
-        (
-            (
-                """\
-        first = {name: weights[0].detach() for name, weights in self.critics.items()}
-        actor_loss = -functional_call(self.critic, first, (obs, self.actor(obs))).mean()
+TD3_FIRST_CRITIC = Trick(
+    "first_critic_alone",
+    "TD3.update_actor",
+    "the actor's loss computes one critic, not both",
+    ALL,
+    """
+-        first = {name: weights[0].detach() for name, weights in self.critics.items()}
+-        actor_loss = -functional_call(self.critic, first, (obs, self.actor(obs))).mean()
++        critics = {name: weights.detach() for name, weights in self.critics.items()}
++        actor_loss = -self.q_values(critics, obs, self.actor(obs))[0].mean()
 """,
-                """\
-        critics = {name: weights.detach() for name, weights in self.critics.items()}
-        actor_loss = -self.q_values(critics, obs, self.actor(obs))[0].mean()
-""",
-            ),
-        ),
-    ),
-    OWN_ADAM,
-    Trick(
-        "compiled_sampling",
-        "TD3.update_critics",
-        "rows looked up and gathered inside the compiled update, not before it",
-        COMPILED,
-        (
-            ("        self.batch.copy_(self.replay.sample(self.uniform))\n", ""),
-            (
-                "        self.update_critics()\n",
-                """\
-        self.batch.copy_(self.replay.sample(self.uniform))
-        self.update_critics()
-""",
-            ),
-        ),
-    ),
-    fast_acting("TD3"),
 )
+TD3_SAMPLING = Trick(
+    "compiled_sampling",
+    "TD3.update_critics",
+    "rows looked up and gathered inside the compiled update, not before it",
+    COMPILED,
+    """
+-        self.batch.copy_(self.replay.sample(self.uniform))
 
-# ---------------------------------------------------------------------------------------------------------------------
-# PPO
-# ---------------------------------------------------------------------------------------------------------------------
-
-PPO = (
-    numpy_acting("mean_actions", "host_agent.actor"),
-    DIRECT_ENVS,
-    Trick(
-        "values_at_once",
-        "PPO.make_batch",
-        "values and log-probabilities of a rollout at once, not step by step",
-        ALL,
-        (
-            (
-                """\
-        log_prob = gaussian_log_prob(self.agent.actor(obs), self.agent.log_std, actions)
-        values = self.agent.critic(obs)
-        next_values = self.agent.critic(next_obs)
++        self.batch.copy_(self.replay.sample(self.uniform))
+         self.update_critics()
 """,
-                """\
-        means = torch.stack([self.agent.actor(row) for row in obs])
-        log_prob = gaussian_log_prob(means, self.agent.log_std, actions)
-        values = torch.stack([self.agent.critic(row) for row in obs])
-        next_values = torch.stack([self.agent.critic(row) for row in next_obs])
-""",
-            ),
-        ),
-    ),
-    Trick(
-        "gae_by_doubling",
-        "gae",
-        "advantages by doubling, not by a loop over steps",
-        ALL,
-        (
-            (
-                "    advantages = deltas\n    covered = 1\n",
-                """\
-    advantages = deltas.clone()
-    for t in reversed(range(len(deltas) - 1)):
-        advantages[t] += decay[t] * advantages[t + 1]
-    return advantages
-    covered = 1
-""",
-            ),
-        ),
-    ),
-    flat_optimizer("Adam", "        self.corrections = self.rates.clone()"),
-    one_graph("PPO", "Adam", "agent", "One step of Adam on the loss of `minibatch`."),
-    cpp_wrapper("PPO.compiled"),
 )
-
-# ---------------------------------------------------------------------------------------------------------------------
-# DQN
-# ---------------------------------------------------------------------------------------------------------------------
-
-DQN = (
-    numpy_acting("forward", "network"),
-    DIRECT_ENVS,
-    Trick(
-        "one_crossing",
-        "BlockReplayBuffer.send",
-        "transitions stored on the device once per update, not one by one",
-        ALL,
-        (
-            (
-                "        self.collected += len(obs)\n",
-                """\
-        self.collected += len(obs)
-        self.send()
-        self.store()
+PPO_VALUES = Trick(
+    "values_at_once",
+    "PPO.make_batch",
+    "values and log-probabilities of a rollout at once, not step by step",
+    ALL,
+    """
+-        log_prob = gaussian_log_prob(self.agent.actor(obs), self.agent.log_std, actions)
+-        values = self.agent.critic(obs)
+-        next_values = self.agent.critic(next_obs)
++        means = torch.stack([self.agent.actor(row) for row in obs])
++        log_prob = gaussian_log_prob(means, self.agent.log_std, actions)
++        values = torch.stack([self.agent.critic(row) for row in obs])
++        next_values = torch.stack([self.agent.critic(row) for row in next_obs])
 """,
-            ),
-        ),
-    ),
-    OWN_ADAM,
-    Trick(
-        "compiled_sampling",
-        "DQN.store_and_learn",
-        "storing and sampling inside the compiled update, not before it",
-        COMPILED,
-        (
-            (
-                """\
-        self.replay.store()
-        batch = self.replay.sample(self.uniform)
-        obs, next_obs, actions, rewards, terminated = batch.split""",
-                "        obs, next_obs, actions, rewards, terminated = self.batch.split",
-            ),
-            (
-                "        self.store_and_learn = self.fast(self.store_and_learn)\n",
-                """\
-        self.store_and_learn = self.fast(self.store_and_learn)
-        self.batch = torch.zeros(args.batch_size, sum(self.widths), device=device)
-""",
-            ),
-            (
-                "        self.store_and_learn()\n",
-                """\
-        self.replay.store()
-        self.batch.copy_(self.replay.sample(self.uniform))
-        self.store_and_learn()
-""",
-            ),
-        ),
-    ),
-    NEEDED_GUARDS,
-    cpp_wrapper("DQN.fast"),
 )
-
-# ---------------------------------------------------------------------------------------------------------------------
-# PQN
-# ---------------------------------------------------------------------------------------------------------------------
-
-PQN = (
-    numpy_acting("host_values", "host_q"),
-    Trick(
-        "numpy_layer_norm",
-        "numpy_function",
-        "LayerNorm in NumPy, not by calling the layer",
-        ALL,
-        (("    if type(module) is nn.LayerNorm and ", "    if False and "),),
-    ),
-    DIRECT_ENVS,
-    Trick(
-        "targets_by_doubling",
-        "discounted",
-        "targets by doubling, not by a loop over steps",
-        ALL,
-        (
-            (
-                "    sums = terms\n    covered = 1\n",
-                """\
-    sums = terms.clone()
-    for t in reversed(range(len(terms) - 1)):
-        sums[t] += decay[t] * sums[t + 1]
-    return sums
-    covered = 1
+PPO_GAE = Trick(
+    "gae_by_doubling",
+    "gae",
+    "advantages by doubling, not by a loop over steps",
+    ALL,
+    """
+-    advantages = deltas
++    advantages = deltas.clone()
++    for t in reversed(range(len(deltas) - 1)):
++        advantages[t] += decay[t] * advantages[t + 1]
++    return advantages
+     covered = 1
 """,
-            ),
-        ),
-    ),
-    flat_optimizer("RAdam", "        self.sizes = self.step_sizes().to(device)"),
-    one_graph("PQN", "RAdam", "q", "One step of RAdam on `minibatch`."),
-    cpp_wrapper("PQN.compiled"),
 )
-TRICKS = {"sac_continuous_action": SAC, "td3_continuous_action": TD3, "ppo_continuous_action": PPO, "dqn": DQN}
-TRICKS |= {"pqn": PQN}
+DQN_CROSSING = Trick(
+    "one_crossing",
+    "BlockReplayBuffer.send",
+    "transitions stored on the device once per update, not one by one",
+    ALL,
+    """
+         self.collected += len(obs)
++        self.send()
++        self.store()
+""",
+)
+DQN_SAMPLING = Trick(
+    "compiled_sampling",
+    "DQN.store_and_learn",
+    "storing and sampling inside the compiled update, not before it",
+    COMPILED,
+    """
+-        self.replay.store()
+-        batch = self.replay.sample(self.uniform)
+-        obs, next_obs, actions, rewards, terminated = batch.split
++        obs, next_obs, actions, rewards, terminated = self.batch.split
+
+         self.store_and_learn = self.fast(self.store_and_learn)
++        self.batch = torch.zeros(args.batch_size, sum(self.widths), device=device)
+
++        self.replay.store()
++        self.batch.copy_(self.replay.sample(self.uniform))
+         self.store_and_learn()
+""",
+)
+PQN_LAYER_NORM = Trick(
+    "numpy_layer_norm",
+    "numpy_function",
+    "LayerNorm in NumPy, not by calling the layer",
+    ALL,
+    """
+-    if type(module) is nn.LayerNorm and
++    if False and
+""",
+)
+PQN_TARGETS = Trick(
+    "targets_by_doubling",
+    "discounted",
+    "targets by doubling, not by a loop over steps",
+    ALL,
+    """
+-    sums = terms
++    sums = terms.clone()
++    for t in reversed(range(len(terms) - 1)):
++        sums[t] += decay[t] * sums[t + 1]
++    return sums
+     covered = 1
+""",
+)
+TRICKS = {
+    "sac_continuous_action": (batched_critics("SAC"), OWN_ADAM, fast_acting("SAC"), NEEDED_GUARDS),
+    "td3_continuous_action": (batched_critics("TD3"), TD3_FIRST_CRITIC, OWN_ADAM, TD3_SAMPLING, fast_acting("TD3")),
+    "ppo_continuous_action": (
+        numpy_acting("mean_actions", "host_agent.actor"),
+        DIRECT_ENVS,
+        PPO_VALUES,
+        PPO_GAE,
+        flat_optimizer("Adam", "        self.corrections = self.rates.clone()"),
+        one_graph("PPO", "Adam", "agent", "One step of Adam on the loss of `minibatch`."),
+        cpp_wrapper("PPO.compiled"),
+    ),
+    "dqn": (
+        numpy_acting("forward", "network"),
+        DIRECT_ENVS,
+        DQN_CROSSING,
+        OWN_ADAM,
+        DQN_SAMPLING,
+        NEEDED_GUARDS,
+        cpp_wrapper("DQN.fast"),
+    ),
+    "pqn": (
+        numpy_acting("host_values", "host_q"),
+        PQN_LAYER_NORM,
+        DIRECT_ENVS,
+        PQN_TARGETS,
+        flat_optimizer("RAdam", "        self.sizes = self.step_sizes().to(device)"),
+        one_graph("PQN", "RAdam", "q", "One step of RAdam on `minibatch`."),
+        cpp_wrapper("PQN.compiled"),
+    ),
+}

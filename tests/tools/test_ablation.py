@@ -56,14 +56,14 @@ def test_edits_of_compiled_code_fit_the_script(algo, trick):
 
 @pytest.mark.parametrize(("algo", "old", "new"), WRONG)
 def test_another_algorithm_is_noticed(algo, old, new, untouched, tmp_path):
-    path = ablation.write_copy(algo, tricks.Trick("wrong", "", "", (), ((old, new),)), tmp_path)
+    path = ablation.write_copy(algo, tricks.Trick("wrong", "", "", (), f"-{old}\n+{new}"), tmp_path)
     assert ablation.difference(path, algo, "eager", untouched(algo)) > 4 * ablation.TOLERANCE
 
 
 @pytest.mark.parametrize(("old", "places"), [("no such text", 0), ("import ", None)])
 def test_a_text_that_is_not_there_once_is_named(old, places):
     with pytest.raises(ValueError, match=rf"dqn, name: {places or '[0-9]+'} places, not one, with this text: {old}"):
-        tricks.without("dqn", tricks.Trick("name", "", "", (), ((old, ""),)))
+        tricks.without("dqn", tricks.Trick("name", "", "", (), f"-{old}"))
 
 
 STAND_IN = """

@@ -736,7 +736,7 @@ time.sleep(60)
     path = tmp_path / "program.py"
     path.write_text(body)
     monkeypatch.setattr(start, "INTERLEAVED", (path,))
-    seconds = start.measure(start.Args(times=2), "dqn")
+    seconds = start.measure(start.Args(times=2), "dqn")["seconds"]
     assert all(len(found) == 2 for found in seconds.values())
     assert min(seconds["cold"]) > 1 and max(seconds["warm"]) < min(seconds["cold"]) - 0.5
     assert start.rows({"algo": "dqn", "seconds": {"cold": [20.2, 31.0, 25.4], "warm": [5.0] * 3}}) == [

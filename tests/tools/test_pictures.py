@@ -14,6 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from benchmark.report import curves
 from common import ROOT
+from instruments import playing
 
 HEADER = ",".join(curves.COLUMNS)
 
@@ -39,7 +40,7 @@ class Paying(gym.Env):
 def test_random_policy_plays_as_many_games_in_each_environment(tmp_path, monkeypatch, capsys):
     """In the second one games are short, and worth 2 a step."""
     games = {("Pong-v5", 7): ([5, 1], 1), ("Pong-v5", 8): ([1, 2], 2)}
-    monkeypatch.setattr(curves, "make_env", lambda env_id, seed: Paying(*games[env_id, seed]))
+    monkeypatch.setattr(playing, "make_env", lambda env_id, seed: Paying(*games[env_id, seed]))
     path = tmp_path / "curves.csv"
     path.write_text("exp_name,env_id,seed,step,episodic_return\nppo,Pong-v5,1,1000,-20.50\n")
     curves.measure_random(path, "Pong-v5", seed=7, num_envs=2, games=3)
@@ -58,7 +59,7 @@ def test_random_returns_are_those_of_whole_games(tmp_path):
 
 
 def test_a_new_file_of_random_returns_has_a_header(tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "make_env", lambda env_id, seed: Paying([1], 1))
+    monkeypatch.setattr(playing, "make_env", lambda env_id, seed: Paying([1], 1))
     for _ in range(2):
         curves.measure_random(tmp_path / "curves.csv", "Pong-v5", num_envs=1, games=1)
     rows = (tmp_path / "curves.csv").read_text().splitlines()
