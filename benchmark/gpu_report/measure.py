@@ -30,6 +30,11 @@ SHORT = ("failed", "launches_per_step", "us_per_step", "busy_us_per_step", "busy
 HOST_GIB, CARD_GIB = 2.0, 1.5  # of a program, about
 
 
+def card():
+    """What nvidia-smi says of the card, by name; None where it is missing."""
+    return nvidia_smi(*CARD) or None
+
+
 def room():
     """The number of programs for which host and card have memory."""
     programs = psutil.virtual_memory().available / 2**30 / HOST_GIB
@@ -70,9 +75,7 @@ class Measurement:
         }
         scripts = [editions.script(name) for algo in algos for name in (algo, f"{algo}_torchcompile")]
         cases = {algo: CASES[algo] for algo in algos}
-        self.report = {"machine": machine(), "card": nvidia_smi(*CARD) or None, "emulated": emulated} | editions.today(
-            *scripts
-        )
+        self.report = {"machine": machine(), "card": card(), "emulated": emulated} | editions.today(*scripts)
         self.report |= {"flags": {algo: case.small if emulated else case.flags for algo, case in cases.items()}}
         self.report |= {"env_ids": {algo: ALGORITHMS[algo].env_id for algo in algos}, "phases": [], "smoke": {}}
         self.report |= {"agreement": {}, "speeds": {algo: {} for algo in algos}, "profiles": {}, "load": {}}

@@ -12,7 +12,7 @@ PROFILE = ("per step", "launches", "us", "us busy", "busy", "gaps over 1 us")
 NOTHING = "No GPU has been measured yet."
 
 
-def speed_cell(result, plain):
+def cell(result, plain):
     """Steps per second, and their ratio to plain's; `plain` is None where precisions differ."""
     if result is None:
         return "-"
@@ -27,7 +27,7 @@ def speeds(report):
     rows = []
     for algo, own in report["speeds"].items():
         plain = own.get("plain")
-        rows.append([named(algo), *(speed_cell(own.get(mode), mode != TF32 and plain) for mode in MODES)])
+        rows.append([named(algo), *(cell(own.get(mode), mode != TF32 and plain) for mode in MODES)])
     return Table("", SPEEDS, rows).markdown()
 
 

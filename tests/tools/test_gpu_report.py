@@ -10,6 +10,7 @@ import psutil
 import pytest
 from conftest import WITH_PYTHON, wait_for
 
+from benchmark import algorithms, gpu_report
 from benchmark.gpu_report import __main__ as report
 from benchmark.gpu_report import cases, measure, programs, tables
 from common import ROOT
@@ -248,6 +249,13 @@ def test_variables_and_flags(monkeypatch):
         monkeypatch.setenv(name, value)
     args = report.Args()
     assert (args.algos, args.seconds, args.warm, args.emulated) == (("dqn", "pqn"), 90.0, None, True)
+
+
+def test_names_that_programs_outside_of_the_repository_read():
+    assert gpu_report.card() is None or "name" in gpu_report.card()
+    assert gpu_report.cell({"steps_per_second": 3000.0}, {"steps_per_second": 1000.0}) == "3,000 (3.00)"
+    assert gpu_report.cell({"steps_per_second": 3000.0}, {"failed": "why"}) == "3,000"
+    assert algorithms.ALGORITHMS["dqn"].env_id == "CartPole-v1"
 
 
 @pytest.mark.parametrize("flags, cores, wanted", [((), 16, 4), (("everything",), 16, 8), (("everything",), 4, 4)])
