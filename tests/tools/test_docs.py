@@ -251,7 +251,7 @@ def test_the_environments_train_and_are_evaluated(script, example, capsys):
 
 
 def train_and_evaluate(script, env_id, example, capsys):
-    folder = run_tiny(script, example / "runs", env_id=env_id)
+    folder = run_tiny(script, example / "runs", env_id=env_id, num_envs=1)
     assert summary(folder)["episodes"] >= 1
     command.main(["evaluate", str(folder), "--episodes", "1"])
     captured = capsys.readouterr()
