@@ -30,9 +30,9 @@ class GradientWatch(Instrument):
     def prepare(self, script, args):
         super().prepare(script, args)
         refuse_population("--watch-gradients", script)
-        for name in ("Adam", "ClippedAdam", "ClippedRAdam"):
-            if hasattr(script, name):  # before compilation and capture
-                keep_gradients(getattr(script, name))
+        for optimizer in vars(script).values():
+            if isinstance(optimizer, type) and hasattr(optimizer, "beta1"):  # before compilation and capture
+                keep_gradients(optimizer)
 
     def start(self, run):
         super().start(run)
@@ -143,6 +143,7 @@ def keep_gradients(adam):
         initialize(self, weights, *settings, **named_settings)
         self.gradients = [m.new_zeros(2, *m.shape) for m in listed(self.m)]  # row 1: the first non-finite ones
         self.row = torch.zeros(1, dtype=torch.int64, device=self.weights[0].device)
+        self.corrects_next = hasattr(self, "corrections") and bool(self.corrections.any())
 
     def step_and_keep(self, loss):
         without = [m.lerp(torch.zeros_like(m), 1 - self.beta1) for m in listed(self.m)]  # as if the gradient were 0
@@ -188,21 +189,25 @@ class TurboLayers:
         if hasattr(optimizer, "parts"):  # one vector for all weights
             moments = [optimizer.parts(vector) for (vector,) in moments]
         for name, weights, gradient, m, v in zip(self.names, optimizer.weights, *moments, strict=True):
-            triple = (gradient, weights.detach(), self.last_change(m, v))
+            triple = (gradient, weights.detach(), self.last_change(weights.detach(), m, v))
             if self.stacked:
                 layers |= {name.format(i): member for i, member in enumerate(zip(*triple, strict=True))}
             else:
                 layers[name] = triple
         return layers
 
-    def last_change(self, m, v):
+    def last_change(self, weights, m, v):
         """The last step's change of weights with these moments; NaN before the first step."""
         optimizer = self.optimizer
         if hasattr(optimizer, "steps"):
             betas = (optimizer.beta1, optimizer.beta2)
             return radam_change(m, v, float(optimizer.steps), betas, optimizer.lr, optimizer.eps)
-        correction1, correction2 = optimizer.corrections
-        return optimizer.lr * (m / correction1) / ((v / correction2).sqrt() + optimizer.eps)
+        corrections = optimizer.corrections
+        if optimizer.corrects_next:  # those before the step's end
+            corrections = (corrections - optimizer.rates) / (1 - optimizer.rates)
+        correction1, correction2 = corrections
+        change = optimizer.lr * (m / correction1) / ((v / correction2).sqrt() + optimizer.eps)
+        return with_decay(change, weights, optimizer.lr * getattr(optimizer, "weight_decay", 0.0))
 
 
 class ModuleLayers:
@@ -243,7 +248,14 @@ class ModuleLayers:
             return radam_change(*moments, float(state["step"]), group["betas"], group["lr"], group["eps"])
         correction1, correction2 = (1 - beta ** float(state["step"]) for beta in group["betas"])
         root = (state["exp_avg_sq"] / correction2).sqrt() + group["eps"]
-        return group["lr"] * (state["exp_avg"] / correction1) / root
+        change = group["lr"] * (state["exp_avg"] / correction1) / root
+        decay = group["weight_decay"] if isinstance(self.optimizer, torch.optim.AdamW) else 0.0
+        return with_decay(change, parameter.detach(), group["lr"] * decay)
+
+
+def with_decay(change, weights, share):
+    """A step's whole change of the `weights` after it, by a `change` and, before that, a decay by a share of them."""
+    return change + share * (weights + change) / (1 - share)
 
 
 def radam_change(m, v, steps, betas, lr, eps):

@@ -182,6 +182,8 @@ def values(learner, obs, actions, steps):
             found = learner.agent.critic(scaled)
         return found * max(learner.normalizer.std[-1], 0.1)  # scaled rewards are clipped at 10
     obs = obs.to(learner.device)
+    if hasattr(learner, "agent"):
+        return learner.agent.value(learner.agent.normalizer(obs)) / learner.args.reward_scaler
     if hasattr(learner, "q"):
         found = learner.q(obs)
         return (found[0] if isinstance(found, tuple) else found).amax(-1)  # of a network with a second head
@@ -238,6 +240,8 @@ def main(path, script, words):
     refuse_population(f"probe {path}", script)
     discrete = hasattr(script, "require_discrete_actions")
     flags = {field.name for field in dataclasses.fields(script.Args)}
+    if "num_atoms" in flags:
+        stop(f"probe {path}: its critics give distributions, of which the probe reads no values; give another script")
     settings = SETTINGS | (WITH_RADAM if "q_lambda" in flags else ON_POLICY if "num_steps" in flags else OFF_POLICY)
     defaults = script.Args(**{name: value for name, value in settings.items() if name in flags})
     given = tyro.cli(script.Args, args=words, default=defaults, prog=f"python -m instruments probe {path}")

@@ -42,19 +42,19 @@ class Profile(Instrument):
             self.wait(self.idle)
 
     def wait(self, steps):
-        """Start recording after `steps` calls of `run.advance`, one per step of the vector environment."""
-        advance = self.run.advance
+        """Start recording after this number of `steps`."""
+        step = self.run.envs.step
         calls = 0
 
-        def counting(*inputs):
+        def counting(actions):
             nonlocal calls
             calls += 1
             if calls > steps:
-                self.run.advance = advance
+                self.run.envs.step = step
                 self.begin()
-            advance(*inputs)
+            return step(actions)
 
-        self.run.advance = counting
+        self.run.envs.step = counting
 
     def begin(self):
         on_cuda = self.run.learner.device.type == "cuda"

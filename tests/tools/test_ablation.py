@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import RUN, refused
 
 from benchmark.studies import ablation, scaling, tips, tricks
 from common.scripts import load
@@ -67,47 +68,14 @@ def test_a_text_that_is_not_there_once_is_named(old, places):
 
 
 STAND_IN = """
-import json
-import time
-from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
-
-@dataclass
-class Args:
-    env_id: str
-    total_timesteps: int
-    seed: int
-    run_dir: str
-
-class Run:
-    def __init__(self, args):
-        self.args = args
-        self.step = 0
-        self.folder = Path(args.run_dir) / "run"
-        self.learner = SimpleNamespace(updates=0)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def advance(self):
-        pass
-
-    def log(self, losses):
-        pass
-
 def train(args):
     with Run(args) as run:
-        for run.step in range(0, args.total_timesteps, 10):
+        while run.step < args.total_timesteps:
             time.sleep({seconds})
             run.learner.updates += 3
-            run.advance()
+            run.step += 9
+            run.advance(0, False)
             run.log({{}})
-    run.folder.mkdir()
-    (run.folder / "summary.json").write_text(json.dumps({{"wall_seconds": 0}}))
 """
 
 
@@ -117,7 +85,7 @@ def test_measuring(tmp_path, monkeypatch):
     def write_copy(algo, trick, folder):
         path = folder / f"{trick.name if trick else None}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(STAND_IN.format(seconds=0.04 if trick else 0.02))
+        path.write_text(RUN + STAND_IN.format(seconds=0.04 if trick else 0.02))
         return path
 
     monkeypatch.setattr(ablation, "write_copy", write_copy)
@@ -198,9 +166,7 @@ def test_scaling_repeats_why_a_run_has_ended(capsys):
         raise SystemExit(2)
 
     script = SimpleNamespace(Args=SimpleNamespace, Run=object, train=train)
-    with pytest.raises(SystemExit) as stop:
-        scaling.train_until_enough(script, {}, on_start=None)
-    assert stop.value.code == 2 and capsys.readouterr().err == "error: --compile True: install g++\n"
+    assert refused(capsys, scaling.train_until_enough, script, {}, on_start=None) == "--compile True: install g++"
 
 
 def test_a_point_of_scaling_counts_what_an_update_computes():
@@ -217,6 +183,5 @@ def test_a_point_of_scaling_counts_what_an_update_computes():
 
 @pytest.mark.parametrize("program", [ablation.main, scaling.main])
 def test_bad_input(program, capsys):
-    with pytest.raises(SystemExit) as ended:
-        program(sys.modules[program.__module__].Args(algos=("a2c",)))
-    assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: --algos a2c: choose from sac_")
+    args = sys.modules[program.__module__].Args(algos=("a2c",))
+    assert refused(capsys, program, args).startswith("--algos a2c: choose from sac_")

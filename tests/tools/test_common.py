@@ -11,29 +11,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import TURBO, tiny, wait_for
+from conftest import script_params, tiny, wait_for
+from helpers import RUN, refused
 from torch.utils.tensorboard import SummaryWriter
 
 from common import curves, folders, processes, scripts, steady
 from common.arguments import distinct, from_low
 
-SCRIPT = """
-from dataclasses import dataclass
-from types import SimpleNamespace
-
+SCRIPT = f"""{RUN}
 events = []
 
 
-@dataclass
-class Args:
-    total_timesteps: int = 10
-    num_envs: int = 1
-    policy_frequency: int = 2
-
-
-class Run:
+class Run(Run):
     def __init__(self, args):
-        self.args, self.step, self.learner = args, 0, SimpleNamespace(updates=args.resumed_at)
+        super().__init__(args)
+        self.learner.updates = args.resumed_at
 
     def __enter__(self):
         events.append("begun")
@@ -41,9 +33,6 @@ class Run:
 
     def unfinished(self):
         return self.step < self.args.total_timesteps
-
-    def advance(self, rewards, ended):
-        self.step += 1
 
     def log(self, losses):
         events.append(("log", self.step))
@@ -57,7 +46,7 @@ def train(args):
         while run.unfinished():
             run.advance(0, False)
             run.learner.updates += 1
-            run.log({"loss": run.step})
+            run.log(dict(loss=run.step))
 """
 
 
@@ -82,10 +71,8 @@ def script(tmp_path):
 def test_a_script_that_is_none_of_ours_is_refused(text, said, tmp_path, capsys):
     path = tmp_path / "bad.py"
     path.write_text(text)
-    with pytest.raises(SystemExit) as stopped:
-        scripts.load_given("probe", path)
-    line = capsys.readouterr().err
-    assert stopped.value.code == 2 and re.fullmatch(f"error: probe {path}: {said}\n", line), line
+    line = refused(capsys, scripts.load_given, "probe", path)
+    assert re.fullmatch(f"probe {path}: {said}", line), line
 
 
 @pytest.mark.parametrize("folder", ["file/below", "/sys"])
@@ -93,18 +80,14 @@ def test_a_folder_that_cannot_be_written_is_refused(folder, tmp_path, capsys):
     """/sys is a folder in which nobody can make a file, the administrator neither."""
     (tmp_path / "file").write_text("")
     for function in (folders.writable, lambda *given: folders.locked(*given).__enter__()):
-        with pytest.raises(SystemExit) as stopped:
-            function("out", tmp_path / folder)
-        assert stopped.value.code == 2
-        line = capsys.readouterr().err
-        assert line.startswith(f"error: --out {tmp_path / folder}: give a folder that can be written (")
+        line = refused(capsys, function, "out", tmp_path / folder)
+        assert line.startswith(f"--out {tmp_path / folder}: give a folder that can be written (")
 
 
 def test_a_folder_is_one_programs_at_a_time(tmp_path, capsys):
-    with folders.locked("run-dir", tmp_path) as folder, pytest.raises(SystemExit), folders.locked("run-dir", tmp_path):
-        pass
-    remedy = f"another command is using {folder}; wait for it, or give another folder"
-    assert capsys.readouterr().err == f"error: --run-dir {tmp_path}: {remedy}\n"
+    with folders.locked("run-dir", tmp_path) as folder:
+        line = refused(capsys, folders.locked("run-dir", tmp_path).__enter__)
+    assert line == f"--run-dir {tmp_path}: another command is using {folder}; wait for it, or give another folder"
     with folders.locked("run-dir", tmp_path):
         pass
 
@@ -131,7 +114,7 @@ def test_numbers_and_lists_are_checked(function, given, line, capsys):
 
 
 def arguments(**changed):
-    return SimpleNamespace(**{"total_timesteps": 10, "policy_frequency": 2, "resumed_at": 0} | changed)
+    return SimpleNamespace(**{"total_timesteps": 10, "policy_frequency": 2, "resumed_at": 0, "run_dir": ""} | changed)
 
 
 def test_a_tool_sees_the_run_before_its_first_step(script):
@@ -187,9 +170,8 @@ def test_updates_until_a_run_is_warm(flags, updates):
     assert steady.updates_to_warm(SimpleNamespace(**flags)) == updates
 
 
-@pytest.mark.parametrize("name", ["ppo", "dqn"])
-def test_a_script_of_ours_is_watched(name, tmp_path):
-    script = TURBO[name]
+@pytest.mark.parametrize("script", script_params())
+def test_a_script_of_ours_is_watched(script, tmp_path):
     clocks = []
     args = script.Args(**tiny(script) | {"total_timesteps": 200, "run_dir": str(tmp_path)})
     scripts.train(script, args, lambda run: clocks.append(steady.Clock(run)))

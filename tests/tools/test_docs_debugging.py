@@ -1,24 +1,19 @@
 """doc/debugging.md: planted bugs show exactly where the page says; its programs print its tables."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import load_copy, scalars
+from helpers import DOC, ROOT, blocks, load_example, refused, section
 from scipy import stats
 
 from instruments import __main__ as command
 from instruments.baseline import RandomBaseline
 from instruments.frames import FrameDump
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "doc" / "debugging.md").read_text()
-FOLDER = ROOT / "doc" / "examples" / "debugging"
-spec = importlib.util.spec_from_file_location("plant", FOLDER / "plant.py")
-plant = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(plant)
+PAGE = (DOC / "debugging.md").read_text()
+plant = load_example("debugging/plant")
 
 
 def train(name, folder, instruments, **flags):
@@ -70,16 +65,13 @@ def test_the_third_bug_shows_in_the_frames(tmp_path, capsys):
 def test_a_bug_is_written_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
     plant.main("second", str(tmp_path / "new" / "second.py"))
     assert (tmp_path / "new" / "second.py").read_text() == plant.planted("second")
-    with pytest.raises(SystemExit) as stop:
-        plant.main("fourth", "x.py")
-    assert stop.value.code == 2 and "error: fourth: give one of first, second, third" in capsys.readouterr().err
+    capsys.readouterr()
+    assert refused(capsys, plant.main, "fourth", "x.py").startswith("fourth: give one of first, second, third")
 
 
-def program(section):
+def program(title):
     """The Python program in a section of the page."""
-    (text,) = re.findall(
-        r"^```python\n(.*?)^```$", PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0], re.M | re.S
-    )
+    (text,) = blocks(section(PAGE, title), "python")
     return text
 
 

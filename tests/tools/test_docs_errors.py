@@ -2,21 +2,16 @@
 
 import ast
 import difflib
-import importlib.util
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import DOC, ROOT, load_example, refused
 from torch.multiprocessing import get_context
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "doc" / "examples" / "errors"
-PAGE = ROOT / "doc" / "common_errors.md"
-spec = importlib.util.spec_from_file_location("run_errors", FOLDER / "run.py")
-run = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(run)
+PAGE = (DOC / "common_errors.md").read_text()
+run = load_example("errors/run")
 
 
 def body(function):
@@ -50,12 +45,11 @@ def test_an_error_shows_and_its_remedy_removes_it(name):
 @pytest.mark.parametrize("name", run.names())
 def test_the_page_shows_the_example(name):
     text = f"```diff\n{difference(name)}```\n[doc/examples/errors/{name}.py](examples/errors/{name}.py)"
-    assert PAGE.read_text().count(text) == 1
+    assert PAGE.count(text) == 1
 
 
 def test_messages_on_the_page_are_those_of_the_examples():
-    page = PAGE.read_text()
-    messages = re.findall(r"^> (\w+): (.*)$", page, flags=re.M)
+    messages = re.findall(r"^> (\w+): (.*)$", PAGE, flags=re.M)
     shown = {name: example.ERROR for name in run.names() if hasattr(example := run.load(name), "ERROR")}
     assert len(messages) == len(shown)
     for kind, pattern in shown.values():
@@ -94,7 +88,7 @@ def messages_of_the_scripts():
 
 
 def test_messages_in_the_tables_are_those_of_the_scripts():
-    cells = re.findall(r"^\| (.*?) \|", PAGE.read_text(), flags=re.M)
+    cells = re.findall(r"^\| (.*?) \|", PAGE, flags=re.M)
     quoted = re.compile(r"(`+)((?:error|warning|OSError|ValueError): .*?)\1(?!`)")
     messages = [text for cell in cells for _, text in quoted.findall(cell)]
     assert len(messages) > 15
@@ -115,7 +109,4 @@ def test_views_of_one_tensor_reach_a_new_process():
 
 
 def test_unknown_examples_are_refused(capsys):
-    with pytest.raises(SystemExit) as stop:
-        run.main("nothing")
-    assert stop.value.code == 2
-    assert "error: nothing: choose from" in capsys.readouterr().err
+    assert refused(capsys, run.main, "nothing").startswith("nothing: choose from")

@@ -2,24 +2,20 @@
 
 import json
 import signal
-import subprocess
-import sys
+from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import PLAIN, TURBO, load_copy
+from conftest import script_params, tiny
+from helpers import ROOT, python, refused
 from torch import nn
 
 import common.scripts
 from instruments import __main__ as command
 from instruments import playing
-from leanrl import ppo_lstm, ppo_lstm_torchcompile
-
-ROOT = next(path for path in Path(__file__).resolve().parents if (path / "instruments").is_dir())
 
 
 class Fixed(nn.Module):
@@ -103,14 +99,6 @@ gym.register("EndlessCorridor-v0", entry_point=Corridor, kwargs={"length": -1})
 gym.register("PartsCorridor-v0", entry_point=Parts)
 gym.register("BlankCorridor-v0", entry_point=Blank)
 
-NOT_REGISTERED = '''
-"""A script's copy that registers its own environment."""
-import gymnasium as gym
-from gymnasium.envs.classic_control import CartPoleEnv
-
-gym.register("Mine-v0", entry_point=CartPoleEnv, max_episode_steps=4)
-'''
-
 
 @pytest.fixture
 def make_run(tmp_path):
@@ -135,15 +123,10 @@ def evaluate(folder, *flags):
     command.main(["evaluate", str(folder), *flags])
 
 
-def refused(capsys, folder, *flags):
-    """The one line with which an evaluation is refused."""
-    with pytest.raises(SystemExit) as stop:
-        evaluate(folder, *flags)
-    out, err = capsys.readouterr()
-    errors = [line for line in err.splitlines() if not line.startswith("note: ")]
-    assert stop.value.code == 2 and not out and len(errors) == 1, err
-    assert errors[0].startswith("error: ")
-    return errors[0].removeprefix("error: ")
+@pytest.fixture
+def refusal(capsys):
+    """A function that returns the one line with which an evaluation is refused."""
+    return partial(refused, capsys, evaluate)
 
 
 def test_discrete_actions(make_run, capsys):
@@ -218,20 +201,19 @@ def test_a_whole_atari_game_for_its_own_rewards(make_run, capsys):
     assert length > 300  # a life lasts about 150 steps
 
 
-def test_an_atari_game_that_is_cut(make_run, capsys):
+@pytest.mark.parametrize(
+    ("env_id", "policy", "shape", "dtype", "total"),
+    [
+        ("Pong-v5", Fixed(0), (4, 84, 84), torch.uint8, "0.00"),  # nobody has missed the ball yet
+        ("EndlessCorridor-v0", Fixed([1.0]), (2,), torch.float32, "20.00"),
+    ],
+)
+def test_an_episode_that_is_cut(env_id, policy, shape, dtype, total, make_run, capsys):
     pytest.importorskip("envpool")
-    run = make_run("Pong-v5", Fixed(0), (4, 84, 84), torch.uint8)
-    evaluate(run, "--episodes", "2", "--max-steps", "20")
+    evaluate(make_run(env_id, policy, shape, dtype), "--episodes", "2", "--max-steps", "20")
     out, err = capsys.readouterr()
-    assert out.startswith("2 episodes: mean return 0.00")  # nobody has missed the ball yet
+    assert out.startswith(f"2 episodes: mean return {total}")
     assert "note: 2 of 2 episodes did not end and were cut after 20 steps (--max-steps)" in err
-
-
-def test_an_environment_that_never_ends(make_run, capsys):
-    evaluate(make_run("EndlessCorridor-v0", Fixed([1.0]), (2,)), "--episodes", "3", "--max-steps", "50")
-    out, err = capsys.readouterr()
-    assert out.startswith("3 episodes: mean return 50.00")
-    assert "note: 3 of 3 episodes did not end and were cut after 50 steps" in err
 
 
 def test_ctrl_c_prints_what_has_been_played(make_run, tmp_path):
@@ -259,12 +241,11 @@ class Slow(gym.Env):
 
 gym.register("Slow-v0", entry_point=Slow)
 """)
-    words = [sys.executable, "-m", "instruments", "evaluate", str(run)]
     environment = {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     # pytest in the background of a shell ignores SIGINT, and so would its children
     default = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        done = python("-m", "instruments", "evaluate", run, cwd=tmp_path, env=environment, timeout=120)
     finally:
         signal.signal(signal.SIGINT, default)
     assert done.returncode == 130, done.stderr
@@ -273,24 +254,16 @@ gym.register("Slow-v0", entry_point=Slow)
     assert "note: imports the module slow" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_copy_of_the_script_may_register_the_environment(make_run, capsys):
+def test_an_environment_that_nobody_registers(make_run, refusal):
+    """tests/tools/test_own_script.py has one that the run's copy of the script registers."""
     run = make_run("Mine-v0", Fixed(0), (4,))
-    message = refused(capsys, run)
-    assert message.startswith(f"RUN {run}: neither gymnasium nor envpool has its environment Mine-v0;")
-    (run / "mine.py").write_text(NOT_REGISTERED)
-    try:
-        evaluate(run)
-    finally:
-        gym.registry.pop("Mine-v0", None)
-    out, err = capsys.readouterr()
-    assert out == "10 episodes: mean return 4.00, standard deviation 0.00\n"
-    assert f"note: imports {run / 'mine.py'}, which may register Mine-v0" in err
+    assert refusal(run).startswith(f"RUN {run}: neither gymnasium nor envpool has its environment Mine-v0;")
 
 
-def test_a_copy_that_cannot_be_imported(make_run, capsys):
+def test_a_copy_that_cannot_be_imported(make_run, refusal):
     run = make_run("Mine-v0", Fixed(0), (4,))
     (run / "mine.py").write_text("import nothing_of_this_name")
-    assert "Mine-v0 cannot be made (ModuleNotFoundError: No module" in refused(capsys, run)
+    assert "Mine-v0 cannot be made (ModuleNotFoundError: No module" in refusal(run)
 
 
 @pytest.mark.parametrize(
@@ -301,8 +274,8 @@ def test_a_copy_that_cannot_be_imported(make_run, capsys):
         ("a:b:c", "No module named 'a:b'"),
     ],
 )
-def test_an_environment_that_cannot_be_made(env_id, reason, make_run, capsys):
-    message = refused(capsys, make_run(env_id, Fixed(0), (4,)))
+def test_an_environment_that_cannot_be_made(env_id, reason, make_run, refusal):
+    message = refusal(make_run(env_id, Fixed(0), (4,)))
     assert f"{env_id} cannot be made" in message and reason in message
 
 
@@ -315,77 +288,48 @@ def test_an_environment_that_cannot_be_made(env_id, reason, make_run, capsys):
         (Fixed([0.5]), (4,), torch.float32, "gives [0], which is not in CartPole-v1's Discrete(2)"),
     ],
 )
-def test_a_policy_of_another_environment(policy, shape, dtype, reason, make_run, capsys):
-    message = refused(capsys, make_run("CartPole-v1", policy, shape, dtype))
+def test_a_policy_of_another_environment(policy, shape, dtype, reason, make_run, refusal):
+    message = refusal(make_run("CartPole-v1", policy, shape, dtype))
     assert reason in message and message.endswith("with all of its wrappers under an id of its own")
 
 
-@pytest.mark.parametrize("script", [ppo_lstm, ppo_lstm_torchcompile], ids=["plain", "turbo"])
-def test_a_run_with_memory(script, tmp_path, capsys):
-    """policy.pt2 gets the returns of the learner's policy."""
+@pytest.mark.parametrize("script", script_params())
+def test_a_run_gets_the_returns_of_its_learner(script, tmp_path, capsys):
+    """Those of the learner's policy, with or without a memory, in the same episodes."""
     learners = []
-    flags = {"total_timesteps": 64, "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "cuda": False}
-    common.scripts.train(script, script.Args(run_dir=str(tmp_path), **flags), lambda run: learners.append(run.learner))
-    env = gym.make("CartPole-v1")
+    args = script.Args(**tiny(script) | {"total_timesteps": 200, "run_dir": str(tmp_path)})
+    common.scripts.train(script, args, lambda run: learners.append(run.learner))
+    env = playing.make_env(args.env_id, 5)
     policy, inputs = learners[0].policy()
     act = playing.acting(policy, env.action_space, inputs)
-    returns = [episode.total for episode in islice(playing.play(env, act, seed=5), 10)]
+    returns = [episode.total for episode in islice(playing.play(env, act, 5, 300), 3)]
     (run,) = tmp_path.glob("*/")
     capsys.readouterr()
-    evaluate(run, "--episodes", "10", "--seed", "5")
-    words = capsys.readouterr().out.split()
-    assert words[4] == f"{np.mean(returns):.2f}," and words[-1] == f"{np.std(returns):.2f}"
-
-
-@pytest.mark.parametrize("scripts", [PLAIN, TURBO], ids=["plain", "turbo"])
-def test_an_edited_copy_of_a_script(scripts, tmp_path, capsys):
-    """It registers its own environment, in which the learner's policy gets the same returns."""
-    source = Path(scripts["sac"].__file__).read_text()
-    register = 'gym.register("Short-v0", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=20)\n\n\n'
-    script = load_copy("short", source.replace("@dataclass\nclass Args", f"{register}@dataclass\nclass Args"), tmp_path)
-    learners = []
-    flags = {"env_id": "Short-v0", "total_timesteps": 60, "learning_starts": 20, "batch_size": 8, "buffer_size": 100}
-    common.scripts.train(script, script.Args(run_dir=str(tmp_path), **flags), lambda run: learners.append(run.learner))
-    env = gym.make("Short-v0")
-    policy, inputs = learners[0].policy()
-    act = playing.acting(policy, env.action_space, inputs)
-    returns = [episode.total for episode in islice(playing.play(env, act, seed=5), 3)]
-    gym.registry.pop("Short-v0")
-    capsys.readouterr()
-    (run,) = tmp_path.glob("*/")
-    try:
-        evaluate(run, "--episodes", "3", "--seed", "5")
-    finally:
-        gym.registry.pop("Short-v0", None)
-    out, err = capsys.readouterr()
-    assert f"note: imports {run / 'short.py'}, which may register Short-v0" in err
-    mean, deviation = (float(word.split()[-1]) for word in out.split(","))
+    evaluate(run, "--episodes", "3", "--seed", "5", "--max-steps", "300")
+    mean, deviation = (float(word.split()[-1]) for word in capsys.readouterr().out.split(","))
     assert mean == pytest.approx(np.mean(returns), abs=0.02) and deviation == pytest.approx(np.std(returns), abs=0.02)
 
 
-def test_a_policy_that_gives_nan(make_run, capsys):
-    assert "gives [nan], which is not in Pendulum-v1's Box" in refused(
-        capsys, make_run("Pendulum-v1", Fixed([torch.nan]), (3,))
+def test_a_policy_that_gives_nan(make_run, refusal):
+    assert "gives [nan], which is not in Pendulum-v1's Box" in refusal(
+        make_run("Pendulum-v1", Fixed([torch.nan]), (3,))
     )
 
 
-@pytest.mark.parametrize(("env_id", "shape", "dtype"), [("CartPole-v1", (4,), torch.float32)])
+@pytest.mark.parametrize(
+    ("env_id", "shape", "dtype"),
+    [("CartPole-v1", (4,), torch.float32), ("Pong-v5", (4, 84, 84), torch.uint8)],
+)
 def test_a_video_of_each_episode(env_id, shape, dtype, make_run, capsys):
+    pytest.importorskip("envpool")
     run = make_run(env_id, Fixed(0), shape, dtype)
-    evaluate(run, "--episodes", "2", "--video")
-    videos = sorted(run.glob("videos/*.mp4"))
-    assert [path.name for path in videos] == ["evaluation-episode-0.mp4", "evaluation-episode-1.mp4"]
-    assert all(path.stat().st_size > 500 for path in videos)
-    evaluate(run, "--episodes", "2", "--video")
+    for _ in range(2):  # the second one replaces the videos
+        evaluate(run, "--episodes", "2", "--max-steps", "20", "--video")
+        videos = sorted(run.glob("videos/*.mp4"))
+        assert [path.name for path in videos] == ["evaluation-episode-0.mp4", "evaluation-episode-1.mp4"]
+        assert all(path.stat().st_size > 500 for path in videos)
     first, second = capsys.readouterr().out.splitlines()
     assert first == second
-
-
-def test_a_video_of_an_atari_game(make_run):
-    pytest.importorskip("envpool")
-    run = make_run("Pong-v5", Fixed(0), (4, 84, 84), torch.uint8)
-    evaluate(run, "--episodes", "1", "--max-steps", "20", "--video")
-    assert [path.name for path in run.glob("videos/*.mp4")] == ["evaluation-episode-0.mp4"]
 
 
 def test_a_video_keeps_to_its_memory(make_run, monkeypatch):
@@ -401,9 +345,9 @@ def test_a_video_keeps_to_its_memory(make_run, monkeypatch):
 
 @pytest.mark.parametrize("env_id", ["BlankCorridor-v0", "Corridor-v0"])
 @pytest.mark.filterwarnings("ignore:.*not in the possible render_modes")
-def test_a_video_of_what_cannot_render(env_id, make_run, capsys):
+def test_a_video_of_what_cannot_render(env_id, make_run, refusal):
     run = make_run(env_id, Fixed([0.0]), (2,))
-    message = refused(capsys, run, "--video")
+    message = refusal(run, "--video")
     assert message.startswith(f"--video: {env_id} cannot be recorded (") and "leave it out" in message
     assert not (run / "videos").exists()
 
@@ -411,36 +355,34 @@ def test_a_video_of_what_cannot_render(env_id, make_run, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--episodes", "0"], "--episodes 0: give a number from 1"),
-        (["--seed", "-1"], "--seed -1: give a number from 0"),
-        (["--max-steps", "0"], "--max-steps 0: give a number from 1"),
+        ("--episodes 0", "--episodes 0: give a number from 1"),
+        ("--seed -1", "--seed -1: give a number from 0"),
+        ("--max-steps 0", "--max-steps 0: give a number from 1"),
     ],
 )
-def test_numbers_out_of_range(flags, message, make_run, capsys):
-    assert refused(capsys, make_run("Corridor-v0", Fixed([0.0]), (2,)), *flags) == message
+def test_numbers_out_of_range(flags, message, make_run, refusal):
+    assert refusal(make_run("Corridor-v0", Fixed([0.0]), (2,)), *flags.split()) == message
 
 
-def test_a_folder_that_is_not_a_run(tmp_path, make_run, capsys):
-    assert (
-        refused(capsys, tmp_path / "none") == f"RUN {tmp_path}/none: there is no such folder; give the folder of a run"
-    )
-    assert "there is no" in (message := refused(capsys, tmp_path)) and "config.json; give the folder" in message
+def test_a_folder_that_is_not_a_run(tmp_path, make_run, refusal):
+    assert refusal(tmp_path / "none") == f"RUN {tmp_path}/none: there is no such folder; give the folder of a run"
+    assert "there is no" in (message := refusal(tmp_path)) and "config.json; give the folder" in message
     run = make_run("Corridor-v0", Fixed([0.0]), (2,))
     config = run / "config.json"
     for text in ("{", "[]", "{}", '"env_id"'):
         config.write_text(text)
-        assert f"{config} is damaged" in refused(capsys, run)
+        assert f"{config} is damaged" in refusal(run)
 
 
-def test_a_damaged_policy(make_run, capsys):
+def test_a_damaged_policy(make_run, refusal):
     run = make_run("Corridor-v0", Fixed([0.0]), (2,))
     path = run / "policy.pt2"
     whole = path.read_bytes()
     for damaged in (whole[: len(whole) // 2], b"", b"hello"):
         path.write_bytes(damaged)
-        assert f"{path} cannot be read" in refused(capsys, run)
+        assert f"{path} cannot be read" in refusal(run)
     path.unlink()
-    assert f"there is no {path}; a run writes it with every checkpoint" in refused(capsys, run)
+    assert f"there is no {path}; a run writes it with every checkpoint" in refusal(run)
 
 
 def test_help_names_the_flags(capsys):

@@ -9,6 +9,7 @@ import sys
 import psutil
 import pytest
 from conftest import WITH_PYTHON, wait_for
+from helpers import error_of, python
 
 from benchmark import algorithms, gpu_report
 from benchmark.gpu_report import __main__ as report
@@ -95,7 +96,8 @@ def test_a_report(rehearsal, monkeypatch, capsys):
             assert result["steps_per_second"] == pytest.approx(SPEEDS.get(mode, 1000)) and result["memory_mib"] == 1234
             assert result["slices"] == 2 and len(result["slice_speeds"]) == 3 and result["warm_after_seconds"] > 0
     assert [name for name, _ in stored["phases"]] == ["warm-up", "measure", "more tests", "end"]
-    assert len(stored["profiles"]) == 5 and "kernels" not in stored["profiles"]["sac_continuous_action, plain"]
+    assert len(stored["profiles"]) == sum(algo in stored["speeds"] for algo, _ in cases.PROFILED)
+    assert "kernels" not in stored["profiles"]["sac_continuous_action, plain"]
     assert "kernels" in json.loads((rehearsal.out / "profile.json").read_text())["sac_continuous_action, plain"]
     assert not (rehearsal.out / "failures.log").exists() and (rehearsal.out / "tests.log").exists()
     table = (rehearsal.out / "table.txt").read_text()
@@ -228,23 +230,12 @@ def test_a_trace_without_the_gpu_says_so(tmp_path):
 
 
 def test_the_tests_exist():
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-o",
-        "addopts=",
-        *cases.tests_of(cases.CASES, True),
-    ]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "pytest", "--collect-only", "-q", "-o", "addopts=", *cases.tests_of(cases.CASES, True))
     assert done.returncode == 0 and f"{len(cases.CASES)} tests collected" in done.stdout, done.stdout
 
 
 def test_variables_and_flags(monkeypatch):
-    words = [sys.executable, "-m", "benchmark.gpu_report", "--help"]
-    assert "--everything" in subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+    assert "--everything" in python("-m", "benchmark.gpu_report", "--help").stdout
     for name, value in {"NINE_ALGOS": "dqn pqn", "NINE_SECONDS": "90", "NINE_WARM": "", "NINE_EMULATED": "1"}.items():
         monkeypatch.setenv(name, value)
     args = report.Args()
@@ -258,23 +249,24 @@ def test_names_that_programs_outside_of_the_repository_read():
     assert algorithms.ALGORITHMS["dqn"].env_id == "CartPole-v1"
 
 
-@pytest.mark.parametrize("flags, cores, wanted", [((), 16, 4), (("everything",), 16, 8), (("everything",), 4, 4)])
+@pytest.mark.parametrize(
+    "flags, cores, wanted", [((), 16, cases.FOUR), (("everything",), 16, cases.CASES), (("everything",), 4, cases.FOUR)]
+)
 def test_what_is_measured(flags, cores, wanted, tmp_path, monkeypatch, capsys):
     made = []
 
     def make(algos, seconds, *rest):
-        made.append((len(algos), seconds))
+        made.append(([*algos], seconds))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(report, "Measurement", make)
     monkeypatch.setattr(report.os, "cpu_count", lambda: cores)
     with pytest.raises(KeyboardInterrupt):
         report.main(report.Args(emulated=True, out=tmp_path, **dict.fromkeys(flags, True)))
-    assert made == [(wanted, 520 if wanted == 8 else 300)]
-    assert ("note: --everything needs 8 cores" in capsys.readouterr().err) == (bool(flags) and wanted == 4)
+    assert made == [([*wanted], 520 if wanted is cases.CASES else 300)]
+    assert ("note: --everything needs 8 cores" in capsys.readouterr().err) == (bool(flags) and wanted is cases.FOUR)
 
 
 def test_without_a_card_one_line_says_so():
     done = subprocess.run([ROOT / "run.sh", "--gpu-report"], env=WITH_PYTHON, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: --gpu-report needs a CUDA device")
-    assert len(done.stderr.splitlines()) == 1
+    assert error_of(done).startswith("--gpu-report needs a CUDA device")

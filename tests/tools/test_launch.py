@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,15 +17,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import PLAIN, TURBO, Terminal, stem, wait_for
-from torch.utils._pytree import keystr, tree_leaves_with_path
+from conftest import ALL, Terminal, assert_same_state, stem, wait_for
+from helpers import ROOT, error_of, python, refused
 
 pytest.importorskip("ray", reason="pip install -r requirements/launch.txt")
 
+from common import scripts
 from launch import board, orders, report, run, worker
 from launch import tune as tuning
 
-ROOT = Path(__file__).parents[2]
+OTHER_RUN = "another edition of the script or other flags ran there; give another folder, or delete this one"
 pytestmark = pytest.mark.usefixtures("ray_lock")
 STAND_IN = """
 import json
@@ -129,7 +131,7 @@ def words_of(script, *words, seeds=(1, 2, 3), flags=()):
 
 def launch(script, *words, **settings):
     """The finished process of a `launch run`, with one core a run on two cores."""
-    return subprocess.run(words_of(script, *words, **settings), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return python(*words_of(script, *words, **settings)[1:], timeout=300)
 
 
 def values(folder):
@@ -144,8 +146,7 @@ def values(folder):
 def by_hand(script, seed, *flags):
     """What the script ends with when somebody starts it."""
     folder = script.parent / f"by_hand_{seed}_{'_'.join(flags)}"
-    command = [sys.executable, str(script), f"--seed={seed}", f"--run-dir={folder}", *flags]
-    subprocess.run(command, check=True, capture_output=True)
+    python(script, f"--seed={seed}", f"--run-dir={folder}", *flags, check=True)
     ((_, value),) = values(folder.parent / folder.name).values()
     return value
 
@@ -272,12 +273,18 @@ def test_a_machine_that_dies_costs_no_run_and_no_start_over(script, cluster):
         assert found[f"Walk-v0/base/{seed}"] == (20, by_hand(script, seed))
 
 
+def placed(script):
+    """The order for a run with seed 5, in its folder."""
+    order = orders.order(orders.Script(script), None, {}, 5, [], script.parent / "runs", 1)
+    order.place()
+    return order
+
+
 def test_a_run_that_starts_after_the_interrupt_ends_at_once(script, tmp_path):
     """The command sees that it has started, and so waits for it."""
     stop = tmp_path / "stop"
     stop.write_text("stop")
-    order = orders.order(orders.Script(script), None, {}, 5, [], tmp_path, 1)
-    order.place()
+    order = placed(script)
     assert worker.train(order.message("this", {}, stop)) == {"status": "interrupted"}
     assert worker.started(order.folder)["session"] == "this" and not (order.folder / worker.LOG).exists()
 
@@ -294,10 +301,9 @@ def test_a_run_ends_at_the_step_that_it_is_to_stop_at(script, tmp_path):
     assert values(tmp_path / "parts" / "walk")["Walk-v0/base/5"] == (20, by_hand(script.path, 5))
 
 
-def test_a_run_that_ends_before_its_steps_is_not_done(script, tmp_path):
+def test_a_run_that_ends_before_its_steps_is_not_done(script):
     script.write_text(STAND_IN.replace("while run.unfinished():", "while run.unfinished() and run.step < 7:"))
-    order = orders.order(orders.Script(script), None, {}, 5, [], tmp_path / "runs", 1)
-    order.place()
+    order = placed(script)
     outcome = worker.train(order.message("", {}, os.devnull))
     assert outcome["status"] == "failed" and outcome["line"].startswith("it ended without an error at step 7 of 20; ")
     assert worker.done_step(order.folder) == 0 and report.result(order) is None
@@ -311,10 +317,9 @@ def test_a_run_resumes_from_the_checkpoint_with_the_most_steps(tmp_path):
     assert worker.furthest_checkpoint(tmp_path) == tmp_path / "b" / "checkpoint.pt"
 
 
-def test_files_that_a_crash_has_cut(script, tmp_path, capsys, monkeypatch):
+def test_files_that_a_crash_has_cut(script, capsys, monkeypatch):
     """The order is the old one or the new one; where a file is damaged the run is made again, or a line says so."""
-    order = orders.order(orders.Script(script), None, {}, 5, [], tmp_path / "runs", 1)
-    order.place()
+    order = placed(script)
     whole = (order.folder / worker.ORDER).read_text()
 
     def write_half(content, file):
@@ -328,15 +333,11 @@ def test_files_that_a_crash_has_cut(script, tmp_path, capsys, monkeypatch):
     for name in (worker.ORDER, worker.DONE, worker.STARTED):
         (order.folder / name).write_text('{"flag')
     assert worker.done_step(order.folder) == 0 and worker.started(order.folder) == {}
-    with pytest.raises(SystemExit) as stopped:
-        order.place()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith(f"error: {order.folder}: another edition of the script or other flags")
+    assert refused(capsys, order.place) == f"{order.folder}: {OTHER_RUN}"
 
 
-def test_minutes_are_those_of_all_attempts(script, tmp_path):
-    order = orders.order(orders.Script(script), None, {}, 5, [], tmp_path / "runs", 1)
-    order.place()
+def test_minutes_are_those_of_all_attempts(script):
+    order = placed(script)
     for step, seconds in ((8, 60), (20, 120)):
         add_summary(order.folder / str(step), global_step=step, episodic_return=step, wall_seconds=seconds)
     worker.write(order.folder / worker.DONE, 20)
@@ -354,40 +355,35 @@ def add_summary(folder, **content):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--grid", "learning_rat", "1"], "--grid learning_rat: walk.py has no such flag; give learning-rate"),
-        (["--grid", "learning-rate"], "--grid learning-rate: give its values after it"),
-        (["--grid", "seed", "1"], "--grid seed: leave it out; --seeds sets it"),
-        (["--grid", "learning-rate", "fast"], "walk.py does not accept --learning-rate=fast; see python .*--help"),
-        (["--", "--learning-rat", "1"], "--learning-rat: walk.py has no such flag; give learning-rate"),
-        (["--", "--seed", "1"], "--seed: leave it out; --seeds sets it"),
-        (["--", "--resume", "x"], "--resume: leave it out; launch resumes"),
-        (["--grid", "threads", "1", "--grid", "threads", "2"], "--grid threads: give it once, with all of its values"),
+        ("--grid learning_rat 1", "--grid learning_rat: walk.py has no such flag; give learning-rate"),
+        ("--grid learning-rate", "--grid learning-rate: give its values after it"),
+        ("--grid seed 1", "--grid seed: leave it out; --seeds sets it"),
+        ("--grid learning-rate fast", "walk.py does not accept --learning-rate=fast; see python .*--help"),
+        ("-- --learning-rat 1", "--learning-rat: walk.py has no such flag; give learning-rate"),
+        ("-- --seed 1", "--seed: leave it out; --seeds sets it"),
+        ("-- --resume x", "--resume: leave it out; launch resumes"),
+        ("--grid threads 1 --grid threads 2", "--grid threads: give it once, with all of its values"),
+        ("--grid threads 1 -- --threads=2", "--threads=2: leave it out here; .*"),
+        ("--seeds", "--seeds : give at least one"),
+        ("--seeds 1 2 1", "--seeds 1: give it once"),
+        ("--seeds -1", "--seed -1: give a number from 0"),
+        ("--cpus-per-run nan", "--cpus-per-run nan: give a finite number from 0"),
+        ("--gpus-per-run inf", "--gpus-per-run inf: give a finite number from 0"),
+        ("--grid learning-rate 1 nan", "--learning-rate nan: give a number from 0"),
+        ("-- --learning-rate -2", "--learning-rate -2.0: give a number from 0"),
         (
-            ["--grid", "threads", "1", "--", "--threads=2"],
-            "--threads=2: leave it out here; .*",
-        ),
-        (["--seeds"], "--seeds : give at least one"),
-        (["--seeds", "1", "2", "1"], "--seeds 1: give it once"),
-        (["--seeds", "-1"], "--seed -1: give a number from 0"),
-        (["--cpus-per-run", "nan"], "--cpus-per-run nan: give a finite number from 0"),
-        (["--gpus-per-run", "inf"], "--gpus-per-run inf: give a finite number from 0"),
-        (["--grid", "learning-rate", "1", "nan"], "--learning-rate nan: give a number from 0"),
-        (["--", "--learning-rate", "-2"], "--learning-rate -2.0: give a number from 0"),
-        (
-            ["--env-ids", "ALE/Pong", "ALE-Pong"],
+            "--env-ids ALE/Pong ALE-Pong",
             r"ALE-Pong base seed 1: its folder would be that of ALE/Pong base seed 1, .*/ALE-Pong/base/1; .*",
         ),
         (
-            ["--grid", "env-file", "a/b", "a-b"],
+            "--grid env-file a/b a-b",
             "Walk-v0 env-file=a-b seed 1: its folder would be that of Walk-v0 env-file=a/b seed 1, .*",
         ),
     ],
 )
 def test_bad_input_is_refused_in_one_line(script, words, said, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run.main([str(script), "--out", str(script.parent / "runs"), *words])
-    err = capsys.readouterr().err
-    assert stopped.value.code == 2 and re.fullmatch(f"error: {said}", err.strip()), err
+    line = refused(capsys, run.main, [str(script), "--out", str(script.parent / "runs"), *words.split()])
+    assert re.fullmatch(said, line), line
     assert not (script.parent / "runs").exists()
 
 
@@ -395,49 +391,40 @@ def test_bad_input_is_refused_in_one_line(script, words, said, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--cpus-per-run", "9999"], r"--cpus-per-run 9999.0: give at most \d+, as many as the largest machine has"),
-        (["--gpus-per-run", "1"], r"--gpus-per-run 1.0: give at most 0, as many as the largest machine has"),
-        (["--address", "127.0.0.1:1"], r"--address 127.0.0.1:1: no Ray cluster answers there \(.*refused\)"),
+        ("--cpus-per-run 9999", r"--cpus-per-run 9999.0: give at most \d+, as many as the largest machine has"),
+        ("--gpus-per-run 1", r"--gpus-per-run 1.0: give at most 0, as many as the largest machine has"),
+        ("--address 127.0.0.1:1", r"--address 127.0.0.1:1: no Ray cluster answers there \(.*refused\)"),
     ],
 )
 def test_what_the_cluster_has_not_is_refused(script, words, said):
-    done = launch(script, *words)
-    assert done.returncode == 2 and re.fullmatch(f"error: {said}", done.stderr.strip()), done.stderr
+    line = error_of(launch(script, *words.split()))
+    assert re.fullmatch(said, line), line
     assert [path.name for path in (script.parent / "runs" / "walk").iterdir()] == ["lock"]
 
 
-def test_a_population_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run.main([str(ROOT / "leanrl" / "sac_population_torchcompile.py"), "--out", str(tmp_path)])
-    err = capsys.readouterr().err
-    assert stopped.value.code == 2 and len(err.splitlines()) == 1 and "this script trains a population" in err
-
-
-def test_a_script_that_is_none_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run.main([str(tmp_path / "no.py")])
-    err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and "this is no Python file" in err
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("sac_population_torchcompile", "this script trains a population"), ("none", "this is no Python file")],
+)
+def test_what_is_no_script_of_one_agent_is_refused(name, said, tmp_path, capsys):
+    path = ROOT / "leanrl" / f"{name}.py"
+    assert refused(capsys, run.main, [str(path), "--out", str(tmp_path)]).startswith(f"launch {path}: {said}")
 
 
 @pytest.mark.thorough
 def test_another_edition_of_a_script_needs_another_folder(script):
     assert launch(script, seeds=(1,)).returncode == 0
     script.write_text(STAND_IN.replace("* 7", "* 9"))
-    done = launch(script, seeds=(1,))
     folder = script.parent / "runs" / "walk" / "Walk-v0" / "base" / "1"
-    remedy = "another edition of the script or other flags ran there; give another folder, or delete this one"
-    assert done.returncode == 2 and done.stderr.strip() == f"error: {folder}: {remedy}"
+    assert error_of(launch(script, seeds=(1,))) == f"{folder}: {OTHER_RUN}"
     assert len(values(folder.parent)) == 1
 
 
 def test_without_ray_one_line_says_what_to_install(script):
     hide = "import sys; sys.modules['ray'] = None; sys.argv[0] = 'launch'\n"
     hide += "from launch.__main__ import main; main(sys.argv[1:])"
-    words = words_of(script)
-    done = subprocess.run([words[0], "-c", hide, *words[3:]], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("error: python -m launch: pip install -r requirements/launch.txt (")
+    line = error_of(python("-c", hide, *words_of(script)[3:]))
+    assert line.startswith("python -m launch: pip install -r requirements/launch.txt (")
 
 
 def test_a_machine_without_the_folder_says_so(tmp_path):
@@ -470,9 +457,7 @@ SCORE = "run.step - abs(args.learning_rate - 3)"
 
 
 def tune(script, *words, flags=("--total-timesteps=18",)):
-    command = ["tune", str(script), "--out", str(script.parent / "runs"), *words]
-    command = [sys.executable, "-m", "launch", *command, "--", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return python("-m", "launch", "tune", script, "--out", script.parent / "runs", *words, "--", *flags, timeout=300)
 
 
 @pytest.mark.thorough
@@ -525,10 +510,7 @@ def test_tuning_goes_on_after_an_interrupt(hill):
     assert all(
         after[name][: len(steps)] == steps and after[name] == sorted(after[name]) for name, steps in before.items()
     )
-    ends = {path.parents[2].name: 0 for path in folder.rglob("summary.json")}
-    for path in folder.rglob("summary.json"):
-        ends[path.parents[2].name] = max(ends[path.parents[2].name], json.loads(path.read_text())["global_step"])
-    assert sorted(ends.values()) == 6 * [2] + [6, 6, 18]
+    assert sorted(steps for steps, _ in values(folder).values()) == 12 * [2] + 4 * [6] + 2 * [18]
 
 
 @pytest.mark.thorough
@@ -591,7 +573,7 @@ def test_trials_that_have_diverged_do_not_go_on(outcomes, going_on, script, caps
     assert over == ([] if going_on is None else [number for number in range(9) if number not in going_on])
 
 
-@pytest.mark.parametrize("script", [*PLAIN.values(), *TURBO.values()], ids=stem)
+@pytest.mark.parametrize("script", ALL, ids=stem)
 def test_scripts_end_at_nan_with_the_line_that_tuning_knows(script):
     with pytest.raises(SystemExit) as ended:
         script.Run.end_at_nan(SimpleNamespace(step=3), "qf_loss is nan")
@@ -625,43 +607,38 @@ def test_a_search_goes_on_where_a_crash_has_cut_its_journal(cut, script):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "python -m launch tune: give what to search for by --range, --choice or --space"),
+        ("", "python -m launch tune: give what to search for by --range, --choice or --space"),
+        ("--range learning-rat 1 2", "--range learning-rat 1 2: walk.py has no such flag; give learning-rate"),
+        ("--range learning-rate 1", "--range learning-rate 1: give a flag, its smallest and largest value, .*"),
+        ("--range learning-rate 0 1 log", "--range learning-rate 0 1 log: .*log.*"),
+        ("--range learning-rate 2 1", "--range learning-rate 2 1: .*"),
+        ("--choice threads 1 many", "walk.py does not accept --threads=many; see python .* --help"),
+        ("--choice threads", "--choice threads: give its values"),
+        ("--space none.toml", "--space none.toml: give a TOML file .*"),
+        ("--choice threads 1 --trials 0", "--trials 0: give a finite number from 1"),
+        ("--choice threads 1 --search-seed -1", "--search-seed -1: give a finite number from 0"),
+        ("--choice threads 1 1", "--choice threads: give each value once"),
+        ("--choice threads 1 --seeds 1 1", "--seeds 1: give it once"),
+        ("--choice threads 1 --seeds -1", "--seed -1: give a number from 0"),
+        ("--choice seed 1 2", "--choice seed: leave it out; --seeds sets it"),
+        ("--range seed 1 9", "--range seed 1 9: leave it out; --seeds sets it"),
+        ("--choice env_id Walk-v0", "--choice env_id: leave it out; --env-id sets it"),
+        ("--choice total-timesteps 9", "--choice total-timesteps: leave it out; give it after the two .*"),
+        ("--choice threads 1 -- --env-id=A", "--env-id=A: leave it out; --env-id sets it"),
         (
-            ["--range", "learning-rat", "1", "2"],
-            "--range learning-rat 1 2: walk.py has no such flag; give learning-rate",
-        ),
-        (["--range", "learning-rate", "1"], "--range learning-rate 1: give a flag, its smallest and largest value, .*"),
-        (["--range", "learning-rate", "0", "1", "log"], "--range learning-rate 0 1 log: .*log.*"),
-        (["--range", "learning-rate", "2", "1"], "--range learning-rate 2 1: .*"),
-        (["--choice", "threads", "1", "many"], "walk.py does not accept --threads=many; see python .* --help"),
-        (["--choice", "threads"], "--choice threads: give its values"),
-        (["--space", "none.toml"], "--space none.toml: give a TOML file .*"),
-        (["--choice", "threads", "1", "--trials", "0"], "--trials 0: give a finite number from 1"),
-        (["--choice", "threads", "1", "--search-seed", "-1"], "--search-seed -1: give a finite number from 0"),
-        (["--choice", "threads", "1", "1"], "--choice threads: give each value once"),
-        (["--choice", "threads", "1", "--seeds", "1", "1"], "--seeds 1: give it once"),
-        (["--choice", "threads", "1", "--seeds", "-1"], "--seed -1: give a number from 0"),
-        (["--choice", "seed", "1", "2"], "--choice seed: leave it out; --seeds sets it"),
-        (["--range", "seed", "1", "9"], "--range seed 1 9: leave it out; --seeds sets it"),
-        (["--choice", "env_id", "Walk-v0"], "--choice env_id: leave it out; --env-id sets it"),
-        (["--choice", "total-timesteps", "9"], "--choice total-timesteps: leave it out; give it after the two .*"),
-        (["--choice", "threads", "1", "--", "--env-id=A"], "--env-id=A: leave it out; --env-id sets it"),
-        (
-            ["--range", "learning-rate", "1", "2", "--choice", "learning_rate", "1"],
+            "--range learning-rate 1 2 --choice learning_rate 1",
             "--choice learning_rate: learning-rate is given twice; leave one of them out",
         ),
-        (["--range", "learning-rate", "1", "inf"], "--range learning-rate 1 inf: give finite numbers"),
-        (["--range", "learning-rate", "nan", "1"], "--range learning-rate nan 1: give finite numbers"),
-        (["--range", "learning-rate", "-1", "1"], "--learning-rate -1.0: give a number from 0"),
-        (["--choice", "learning-rate", "1", "nan"], "--learning-rate nan: give a number from 0"),
-        (["--range", "threads", "1", "2", "--", "--learning-rate=nan"], "--learning-rate nan: give a number from 0"),
+        ("--range learning-rate 1 inf", "--range learning-rate 1 inf: give finite numbers"),
+        ("--range learning-rate nan 1", "--range learning-rate nan 1: give finite numbers"),
+        ("--range learning-rate -1 1", "--learning-rate -1.0: give a number from 0"),
+        ("--choice learning-rate 1 nan", "--learning-rate nan: give a number from 0"),
+        ("--range threads 1 2 -- --learning-rate=nan", "--learning-rate nan: give a number from 0"),
     ],
 )
 def test_bad_search_spaces_are_refused_in_one_line(script, words, said, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        tuning.main([str(script), "--out", str(script.parent / "runs"), *words])
-    err = capsys.readouterr().err
-    assert stopped.value.code == 2 and re.fullmatch(f"error: {said}", err.strip()), err
+    line = refused(capsys, tuning.main, [str(script), "--out", str(script.parent / "runs"), *words.split()])
+    assert re.fullmatch(said, line), line
     assert not (script.parent / "runs").exists()
 
 
@@ -682,29 +659,26 @@ def test_a_search_space_can_be_a_file(script, tmp_path, capsys):
     refused["low = nan\nhigh = 1"] = "learning-rate: give finite numbers"
     for entry, said in refused.items():
         path.write_text(f"[learning-rate]\n{entry}")
-        with pytest.raises(SystemExit):
-            tuning.search_space(orders.Script(script), args)
-        assert capsys.readouterr().err == f"error: --space {path}: {said}\n"
+        assert refused(capsys, tuning.search_space, orders.Script(script), args) == f"--space {path}: {said}"
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["dqn", "dqn_torchcompile"])
 def test_a_trial_at_a_rung_is_what_an_uninterrupted_run_was_there(name, tmp_path):
-    """Networks, optimizer, replay buffer and random states, bit by bit; and what it resumes from is what it left."""
+    """Networks, optimizer, replay buffer and random states, bit by bit; and what it resumes from is what it left.
+
+    Of one algorithm: all scripts resume by the same text, and test_runs.py has all of them resume.
+    """
     script = orders.Script(ROOT / "leanrl" / f"{name}.py")
     flags = ["--total-timesteps=900", "--learning-starts=100", "--threads=1", "--no-cuda"]
-    through = subprocess.run(
-        [sys.executable, "-c", KEEP_CHECKPOINTS, str(script.path), str(tmp_path), *flags, "--checkpoint-interval=300"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert through.returncode == 0, through.stderr
-    plain = [sys.executable, str(script.path), *flags, f"--run-dir={tmp_path / 'plain'}"]
-    subprocess.run(plain, check=True, capture_output=True)
+    module = scripts.load(name)
+    numbers = {"total_timesteps": 900, "learning_starts": 100, "threads": 1, "checkpoint_interval": 300}
+    args = module.Args(**numbers, cuda=False, run_dir=str(tmp_path / "through"))
+    scripts.train(module, args, lambda run: keep_checkpoints(run, tmp_path))
+    python(script.path, *flags, f"--run-dir={tmp_path / 'plain'}", check=True)
     (path,) = (tmp_path / "plain").glob("*/checkpoint.pt")
     without, with_checkpoints = (torch.load(file, weights_only=True) for file in (path, tmp_path / "900.pt"))
-    assert_equal(without["learner"], with_checkpoints["learner"])
+    assert_same_state(without["learner"], with_checkpoints["learner"])
 
     order = orders.order(script, None, {}, 1, flags, tmp_path / "tuned", 1, until=300)
     order.place()
@@ -713,16 +687,15 @@ def test_a_trial_at_a_rung_is_what_an_uninterrupted_run_was_there(name, tmp_path
     uninterrupted = torch.load(tmp_path / "300.pt", weights_only=True)
     assert at_rung["global_step"] == uninterrupted["global_step"] == 300
     assert at_rung["returns"] == uninterrupted["returns"]
-    assert_equal(at_rung["learner"], uninterrupted["learner"])
+    assert_same_state(at_rung["learner"], uninterrupted["learner"])
 
     order.until = None
     assert worker.train(order.message("", {}, os.devnull)) == {"status": "done"}
-    by_hand = [sys.executable, str(script.path), f"--resume={tmp_path / '300.pt'}", f"--run-dir={tmp_path / 'hand'}"]
-    subprocess.run(by_hand, check=True, capture_output=True)
+    python(script.path, f"--resume={tmp_path / '300.pt'}", f"--run-dir={tmp_path / 'hand'}", check=True)
     (path,) = (tmp_path / "hand").glob("*/checkpoint.pt")
     tuned = torch.load(worker.furthest_checkpoint(order.folder), weights_only=True)
     assert tuned["global_step"] == 900
-    assert_equal(tuned["learner"], torch.load(path, weights_only=True)["learner"])
+    assert_same_state(tuned["learner"], torch.load(path, weights_only=True)["learner"])
 
     (order.folder / worker.DONE).unlink()  # as if it had been killed after its last checkpoint
     for path in order.folder.glob("*/summary.json"):
@@ -731,31 +704,15 @@ def test_a_trial_at_a_rung_is_what_an_uninterrupted_run_was_there(name, tmp_path
     assert worker.summaries(order.folder)
 
 
-KEEP_CHECKPOINTS = """
-import shutil, sys
-from pathlib import Path
-from common import scripts
-path, folder = map(Path, sys.argv[1:3])
-script = scripts.load(path)
-sys.argv = [str(path), *sys.argv[3:], f"--run-dir={folder / 'through'}"]
-
-def keep(run):
+def keep_checkpoints(run, folder):
+    """Copy each checkpoint of a run to folder/<step>.pt."""
     save = run.save
+
     def save_and_copy():
         save()
         shutil.copy(run.folder / "checkpoint.pt", folder / f"{run.step}.pt")
+
     run.save = save_and_copy
-
-scripts.train(script, script.parse_args(), keep)
-"""
-
-
-def assert_equal(one, other):
-    """Nested dictionaries and lists of tensors are equal, bit by bit."""
-    ours, theirs = tree_leaves_with_path(one), tree_leaves_with_path(other)
-    assert [path for path, _ in ours] == [path for path, _ in theirs]
-    for (path, left), (_, right) in zip(ours, theirs, strict=True):
-        assert torch.equal(left, right) if torch.is_tensor(left) else left == right, keystr(path)
 
 
 RECIPE = ROOT / "doc" / "examples" / "slurm" / "launch.sbatch"
@@ -829,19 +786,3 @@ def stop_ray(folder):
             if process.environ().get("TEST_FOLDER") == str(folder):
                 process.kill()
                 process.wait(30)
-
-
-def test_two_commands_do_not_share_a_folder(script, tmp_path, capsys):
-    from launch.cluster import folder_of
-
-    script = orders.Script(script)
-    with (
-        folder_of(tmp_path / "runs", script) as folder,
-        pytest.raises(SystemExit),
-        folder_of(tmp_path / "runs", script),
-    ):
-        pass
-    remedy = f"another command is using {folder}; wait for it, or give another folder"
-    assert capsys.readouterr().err == f"error: --out {tmp_path / 'runs'}: {remedy}\n"
-    with folder_of(tmp_path / "runs", script):
-        pass

@@ -8,23 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import MULTI, stem
+from conftest import MULTI, SIMULATORS, TURBO, entry_of, script_params, stem
 from emulated_cuda import emulated_cuda
 from gymnasium.spaces import Box, Discrete
 
 from benchmark.studies import launches
 from common import ROOT
 from common.algorithms import ALGORITHMS
+from common.scripts import learner_class
 
 DATA = json.loads(launches.DATA.read_text())
-SLOW = [(algo, "eager") for algo in ALGORITHMS if algo not in ("td3_continuous_action", "dqn")]  # the same as graphs
-BATCHED = ("sac_continuous_action", "td3_continuous_action")  # eager critics run one after the other
 IN_CI = ("sac_continuous_action", "td3_continuous_action", "dqn")  # graphs of the others have up to 100,000 nodes
 COUNTED = [
     pytest.param(algo, mode, marks=[] if algo in IN_CI else [pytest.mark.finding])
     for algo in ALGORITHMS
     for mode in launches.modes_of(algo)
-    if (algo, mode) not in SLOW
 ]
 
 
@@ -38,12 +36,14 @@ def test_counts_are_those_in_the_file(algo, mode):
     assert counts == DATA["scripts"][algo][mode], "if this is meant: python -m benchmark.studies.launches --write"
 
 
-@pytest.mark.parametrize("algo", [algo for algo, entry in ALGORITHMS.items() if not entry.on_device])
-def test_graphs_hold_all_operators_and_change_no_copy_and_no_wait(algo):
-    eager, captured = (DATA["scripts"][algo][mode] for mode in ("eager", "cudagraphs"))
+@pytest.mark.parametrize("script", script_params(TURBO.values(), SIMULATORS))
+def test_graphs_hold_all_operators_and_change_no_copy_and_no_wait(script):
+    """Of scripts with environments on the device only compiled code is counted."""
+    eager, captured = (DATA["scripts"][entry_of(script).script][mode] for mode in ("eager", "cudagraphs"))
+    batched = hasattr(learner_class(script), "q_values")  # eager critics run one after the other
     for part, counts in captured.items():
         launched = counts.get("operators", 0) + counts.get("nodes", 0)
-        if algo in BATCHED:
+        if batched:
             assert launched <= eager[part].get("operators", 0), part
         else:
             assert launched == eager[part].get("operators", 0), part

@@ -2,19 +2,19 @@
 
 import importlib
 import json
-import subprocess
 import sys
 from functools import cache
 
 import numpy as np
 import pytest
+from helpers import error_of, python
 
 from benchmark.speed import checkouts, rounds
-from common import ROOT, scripts
+from common import scripts
 from common.algorithms import ALGORITHMS
 from common.curves import learning_curve
 
-PROGRAM = (sys.executable, "-m", "benchmark.speed.peers")
+PROGRAM = ("-m", "benchmark.speed.peers")
 DIFFERENT = {  # the settings that cannot be made equal
     ("ppo_continuous_action", "sbx"): {"learning rates", "clip of the values"},
     ("sac_continuous_action", "sb3"): {"matrices", "learning rates"},
@@ -22,18 +22,19 @@ DIFFERENT = {  # the settings that cannot be made equal
     ("dqn", "sbx"): {"matrices"},
     ("ppo_atari_envpool", "sbx"): {"matrices", "learning rates", "clip of the values"},
 }
-SMALL = {  # flags with which a run has two time slices or more
-    "ppo_continuous_action": "--env-id Pendulum-v1 --total-timesteps 10240",
-    "sac_continuous_action": "--env-id Pendulum-v1 --total-timesteps 400 --learning-starts 100",
-    "td3_continuous_action": "--env-id Pendulum-v1 --total-timesteps 400 --learning-starts 100",
-    "dqn": "--total-timesteps 400 --learning-starts 100",
-    "ppo_lstm": "--num-envs 4 --total-timesteps 10240",
-    "ppo_atari_envpool": "--num-envs 2 --total-timesteps 1280",
-    "dqn_atari": "--total-timesteps 400 --learning-starts 100 --buffer-size 1000",
-}
 all_peers = pytest.mark.parametrize(
-    ("algo", "peer"), [(algo, peer) for algo in SMALL for peer in ("sb3", "sbx") if peer in ALGORITHMS[algo].peers]
+    ("algo", "peer"), [(algo, peer) for algo in ALGORITHMS for peer in ("sb3", "sbx") if peer in ALGORITHMS[algo].peers]
 )
+
+
+def small(algo):
+    """Flags with which a run has two time slices or more: 400 steps, or five iterations."""
+    entry, args = ALGORITHMS[algo], scripts.load(algo).Args()
+    flags = ["--env-id", entry.tiny["env_id"]]
+    if entry.off_policy:
+        return [*flags, "--total-timesteps", "400", "--learning-starts", "100", "--buffer-size", "1000"]
+    num_envs = min(args.num_envs, 4)
+    return [*flags, "--num-envs", str(num_envs), "--total-timesteps", str(5 * num_envs * args.num_steps)]
 
 
 @pytest.fixture
@@ -54,16 +55,13 @@ def test_modes_of_an_algorithm():
 
 def test_without_the_packages_one_line_says_what_to_install():
     code = "import sys; sys.modules['stable_baselines3'] = None; import benchmark.speed.peers"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and "requirements/peers.txt" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert "requirements/peers.txt" in error_of(python("-c", code))
 
 
 def test_all_algorithms_with_peers_are_offered_them(peers):
     for algo in ALGORITHMS:
         assert (algo in peers.CLASSES) == ("sb3" in rounds.modes_of(algo))
-    assert peers.CLASSES.keys() == SMALL.keys() and [*peers.PEER_MODULES, *checkouts.VARIABLES] == [*rounds.PEERS]
+    assert [*peers.PEER_MODULES, *checkouts.VARIABLES] == [*rounds.PEERS]
 
 
 @cache
@@ -135,15 +133,14 @@ def test_games_are_those_of_our_script(peers):
 
 @all_peers
 def test_a_run_has_time_slices_and_writes_a_summary(peers, algo, peer, tmp_path):
-    command = [*PROGRAM, peer, algo, *SMALL[algo].split(), "--run-dir", str(tmp_path), "--slices"]
-    done = subprocess.run(command, input="\n" * 1000, cwd=ROOT, capture_output=True, text=True)
+    done = python(*PROGRAM, peer, algo, *small(algo), "--run-dir", tmp_path, "--slices", input="\n" * 1000)
     assert done.returncode == 0, done.stderr
     [path] = tmp_path.glob("*/summary.json")
     summary = json.loads(path.read_text())
     slices = [[float(number) for number in line.split()] for line in done.stdout.splitlines()]
     assert slices[0] == [0, 0] and len(slices) > 2 and all(steps > 0 and seconds > 0 for steps, seconds in slices[1:])
     assert summary["steady_sps"] > 0 and summary["warmup_seconds"] > 0 and summary["device"] == "cpu"
-    assert summary["global_step"] >= int(SMALL[algo].split("--total-timesteps ")[1].split()[0])
+    assert summary["global_step"] >= int(small(algo)[small(algo).index("--total-timesteps") + 1])
     if algo not in ("ppo_lstm", "dqn_atari"):  # whose episodes may all be longer
         assert len(learning_curve([path.parent])) > 1
 
@@ -151,8 +148,7 @@ def test_a_run_has_time_slices_and_writes_a_summary(peers, algo, peer, tmp_path)
 def test_a_round_with_peers(peers, tmp_path):
     flags = ["--algos", "dqn", "--modes", "plain", "sb3", "sbx", "--seeds", "1", "--total-timesteps", "1000"]
     folders = ["--out", str(tmp_path / "results"), "--run-dir", str(tmp_path / "runs")]
-    command = [sys.executable, "-m", "benchmark.speed", *flags, *folders, "--flags=--learning-starts 100"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = python("-m", "benchmark.speed", *flags, *folders, "--flags=--learning-starts 100")
     assert done.returncode == 0, done.stderr
     results = [json.loads(path.read_text()) for path in tmp_path.glob("results/*/speed/dqn/CartPole-v1/*/1.json")]
     assert len(results) == 3 and all(result["summary"]["steady_sps"] for result in results)
@@ -161,18 +157,16 @@ def test_a_round_with_peers(peers, tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("sb3 a2c", "error: peers.py sb3 a2c: choose sb3 or sbx, and one of"),
-        ("rllib dqn", "error: peers.py rllib dqn: choose sb3 or sbx, and one of"),
-        ("sbx ppo_lstm", "error: peers.py sbx ppo_lstm: choose sb3 or sbx, and one of"),
-        ("sb3 dqn --gamma 0.9", "error: --gamma 0.9: leave it out"),
-        ("sbx ppo_continuous_action --no-anneal-lr", "error: --anneal-lr False: leave it out"),
-        ("sb3 dqn --num-envs 3", "error: --num-envs 3: sb3 needs a divisor of --train-frequency 10"),
+        ("sb3 a2c", "peers.py sb3 a2c: choose sb3 or sbx, and one of"),
+        ("rllib dqn", "peers.py rllib dqn: choose sb3 or sbx, and one of"),
+        ("sbx ppo_lstm", "peers.py sbx ppo_lstm: choose sb3 or sbx, and one of"),
+        ("sb3 dqn --gamma 0.9", "--gamma 0.9: leave it out"),
+        ("sbx ppo_continuous_action --no-anneal-lr", "--anneal-lr False: leave it out"),
+        ("sb3 dqn --num-envs 3", "--num-envs 3: sb3 needs a divisor of --train-frequency 10"),
     ],
 )
 def test_bad_input(peers, words, message):
-    done = subprocess.run([*PROGRAM, *words.split()], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1
+    assert error_of(python(*PROGRAM, *words.split())).startswith(message)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,8 +234,8 @@ def test_a_round_with_both_checkouts(both_checkouts):
 
 def test_a_checkout_by_itself_leaves_a_curve(both_checkouts):
     flags = ["--env-id=CartPole-v1", "--total-timesteps=1000", "--seed=7", f"--run-dir={both_checkouts}/runs"]
-    words = [sys.executable, "-m", "benchmark.speed.checkouts", "cleanrl", "dqn", *flags, "--threads=1"]
-    subprocess.run(words, cwd=ROOT, check=True, timeout=100)
+    words = ["cleanrl", "dqn", *flags, "--threads=1"]
+    python("-m", "benchmark.speed.checkouts", *words, check=True, timeout=100)
     (path,) = both_checkouts.glob("runs/*/summary.json")
     curve = learning_curve([path.parent])
     assert [step for step, _, _ in curve] == [*range(0, 1000, 100)] and {value for *_, value in curve} == {7.0}
@@ -252,6 +246,4 @@ def test_a_checkout_by_itself_leaves_a_curve(both_checkouts):
 )
 def test_bad_checkouts(words, message, monkeypatch):
     monkeypatch.setenv("CLEANRL", "/nowhere")
-    words = [sys.executable, "-m", "benchmark.speed.checkouts", *words.split()]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1
+    assert error_of(python("-m", "benchmark.speed.checkouts", *words.split())).startswith(message)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import gymnasium as gym
 import numpy as np
 import pytest
+from helpers import refused
 from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
@@ -68,9 +69,8 @@ def test_a_new_file_of_random_returns_has_a_header(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("flag", "value"), [("games", 0), ("num_envs", 0), ("env_id", "Pung-v5")])
 def test_random_policy_refuses(flag, value, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        curves.measure_random(**{"output": tmp_path / "curves.csv", "env_id": "Pong-v5"} | {flag: value})
-    assert capsys.readouterr().err.startswith(f"error: --{flag.replace('_', '-')} {value}: ")
+    settings = {"output": tmp_path / "curves.csv", "env_id": "Pong-v5"} | {flag: value}
+    assert refused(capsys, curves.measure_random, **settings).startswith(f"--{flag.replace('_', '-')} {value}: ")
     assert not (tmp_path / "curves.csv").exists()
 
 
@@ -191,9 +191,8 @@ def test_curves_can_be_against_minutes(tmp_path, monkeypatch):
 def test_minutes_that_were_not_collected_are_not_drawn(tmp_path, capsys):
     data = tmp_path / "curves.csv"
     write_rows(data, {("ppo", 1): [1, 2]})
-    with pytest.raises(SystemExit, match="2"):
-        curves.draw(data, tmp_path / "curves.png", minutes=True)
-    assert capsys.readouterr().err == f"error: --minutes True: {data} has none; collect runs with --minutes\n"
+    line = refused(capsys, curves.draw, data, tmp_path / "curves.png", minutes=True)
+    assert line == f"--minutes True: {data} has none; collect runs with --minutes"
 
 
 @pytest.mark.parametrize(
@@ -212,9 +211,8 @@ def test_what_is_no_curve_is_not_drawn(text, said, tmp_path, capsys):
     data = tmp_path / "curves.csv"
     if text is not None:
         data.write_text(text)
-    with pytest.raises(SystemExit, match="2"):
-        curves.draw(data, tmp_path / "curves.png")
-    assert capsys.readouterr().err.startswith(f"error: {data}: {said}") and not (tmp_path / "curves.png").exists()
+    assert refused(capsys, curves.draw, data, tmp_path / "curves.png").startswith(f"{data}: {said}")
+    assert not (tmp_path / "curves.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -231,10 +229,8 @@ def test_what_is_no_curve_is_not_drawn(text, said, tmp_path, capsys):
 def test_bad_arguments_get_one_line(function, changed, said, tmp_path, capsys):
     given = {"data": tmp_path / "curves.csv", "run_dir": tmp_path, "output": tmp_path / "curves.png", "env_id": "A-v0"}
     names = inspect.signature(function).parameters
-    with pytest.raises(SystemExit, match="2"):
-        function(**{name: value for name, value in (given | changed).items() if name in names})
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {said}")
+    given = {name: value for name, value in (given | changed).items() if name in names}
+    assert refused(capsys, function, **given).startswith(said)
 
 
 @pytest.mark.parametrize("data", sorted((ROOT / "doc" / "artifacts").glob("*.csv")), ids=lambda path: path.stem)

@@ -3,27 +3,24 @@
 from pathlib import Path
 
 import pytest
-from conftest import load_copy
+from conftest import AGENTS, GAMES, PLAIN, TURBO, load_copy, script_params, stem
+from helpers import by_hand, refused
 from test_edits import edited
 
-from common.algorithms import ALGORITHMS
 from instruments import __main__ as command
 from instruments import probe
 
-LEANRL = Path(__file__).resolve().parents[2] / "leanrl"
-LEFT_OUT = {entry.script for entry in ALGORITHMS.values() if entry.atari or entry.on_device}
-PLAIN = {entry.title.lower(): script for script, entry in ALGORITHMS.items() if script not in LEFT_OUT}
-TURBO = {name: f"{script}_torchcompile" for name, script in PLAIN.items()}
+LEFT_OUT = AGENTS | GAMES | {"fast_td3": "its critics give distributions"}
 ALL = {one.name for one in probe.PROBES}
 VALUES = ALL - {"action", "both"}
 thorough = pytest.mark.thorough
 
 
-def copy(name, folder, old="", new=""):
+def copy(script, folder, old, new):
     """The module of a copy of a script, with one text replaced."""
-    source = (LEANRL / f"{name}.py").read_text()
-    assert not old or source.count(old) == 1, f"not there once: {old}"
-    return load_copy(name, source.replace(old, new) if old else source, folder)
+    source = Path(script.__file__).read_text()
+    assert source.count(old) == 1, f"not there once: {old}"
+    return load_copy(stem(script), source.replace(old, new), folder)
 
 
 def failed(names, script, words, capsys, monkeypatch):
@@ -40,21 +37,15 @@ def failed(names, script, words, capsys, monkeypatch):
     return bad
 
 
-def quick(names, first):
-    """Parameters of a test, of which only the first is quick."""
-    return [pytest.param(name, marks=[thorough] * (name != first)) for name in names]
+@pytest.mark.parametrize("script", script_params(left_out=LEFT_OUT))
+def test_a_healthy_script_passes(script, capsys, monkeypatch):
+    assert not failed(ALL, script, [], capsys, monkeypatch)
 
 
-@pytest.mark.parametrize("name", quick([*PLAIN.values(), *TURBO.values()], "dqn_torchcompile"))
-def test_a_healthy_script_passes(name, tmp_path, capsys, monkeypatch):
-    assert not failed(ALL, copy(name, tmp_path), [], capsys, monkeypatch)
-
-
-@pytest.mark.finding
-@pytest.mark.parametrize("name", [TURBO["sac"], TURBO["ppo with memory"]])
-def test_a_compiled_script_passes(name, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("script", by_hand(script_params(TURBO.values(), LEFT_OUT)))
+def test_a_compiled_script_passes(script, capsys, monkeypatch):
     names = {"observation", "action", "truncation"}
-    assert not failed(names, copy(name, tmp_path), ["--compile"], capsys, monkeypatch)
+    assert not failed(names, script, ["--compile"], capsys, monkeypatch)
 
 
 @thorough
@@ -95,7 +86,7 @@ BUGS = {  # by what is wrong: script, what is replaced by what, which probes fai
         (PLAIN["dqn"], "self.args.gamma * next_q", "next_q", {"delay", "truncation"}, {"constant"}),
         (TURBO["td3"], "self.args.gamma * next_q", "next_q", {"delay", "truncation"}, {"constant"}),
         (TURBO["pqn"], "self.args.gamma * (1 - weights)", "(1 - weights)", {"delay", "truncation"}, {"constant"}),
-        (PLAIN["ppo with memory"], *NO_GAMMA, {"delay", "truncation"}, {"constant"}),
+        (PLAIN["ppo_lstm"], *NO_GAMMA, {"delay", "truncation"}, {"constant"}),
     ],
     "values do not learn": [
         (TURBO["dqn"], *DQN_STEP, VALUES, set()),
@@ -110,52 +101,48 @@ BUGS = {  # by what is wrong: script, what is replaced by what, which probes fai
         (PLAIN["dqn"], 'batch["actions"].long()', '(1 - batch["actions"].long())', {"action", "both"}, {"constant"}),
     ],
 }
-QUICK_BUGS = [("sign", PLAIN["sac"]), ("truncation is terminal", PLAIN["dqn"])]
-QUICK_BUGS += [("no gamma", PLAIN["dqn"]), ("values do not learn", TURBO["dqn"])]
 PARAMETERS = [
-    pytest.param(*bug, id=f"{what}, {bug[0]}", marks=[thorough] * ((what, bug[0]) not in QUICK_BUGS))
+    pytest.param(*bug, id=f"{what}, {stem(bug[0])}", marks=[thorough] * (bug[0] is not PLAIN["dqn"]))
     for what, bugs in BUGS.items()
     for bug in bugs
 ]
 
 
-@pytest.mark.parametrize(("name", "old", "new", "fail", "pass_"), PARAMETERS)
-def test_a_planted_bug_fails_its_probes(name, old, new, fail, pass_, tmp_path, capsys, monkeypatch):
-    assert failed(fail | pass_, copy(name, tmp_path, old, new), [], capsys, monkeypatch) == fail
+@pytest.mark.parametrize(("script", "old", "new", "fail", "pass_"), PARAMETERS)
+def test_a_planted_bug_fails_its_probes(script, old, new, fail, pass_, tmp_path, capsys, monkeypatch):
+    assert failed(fail | pass_, copy(script, tmp_path, old, new), [], capsys, monkeypatch) == fail
 
 
 @thorough
-@pytest.mark.parametrize("name", [TURBO["ppo"], TURBO["ppo with memory"]])
+@pytest.mark.parametrize("script", [TURBO["ppo"], TURBO["ppo_lstm"]], ids=stem)
 @pytest.mark.parametrize(
     ("flags", "fail", "pass_"),
     [(["--no-bootstrap-truncation"], {"truncation"}, {"delay"}), (["--vf-coef", "0"], VALUES, set())],
 )
-def test_flags_are_the_scripts(name, flags, fail, pass_, tmp_path, capsys, monkeypatch):
-    assert failed(fail | pass_, copy(name, tmp_path), flags, capsys, monkeypatch) == fail
+def test_flags_are_the_scripts(script, flags, fail, pass_, capsys, monkeypatch):
+    assert failed(fail | pass_, script, flags, capsys, monkeypatch) == fail
 
 
-def test_a_run_that_diverges_has_failed(tmp_path, capsys, monkeypatch):
+def test_a_run_that_diverges_has_failed(capsys, monkeypatch):
     words = ["--learning-rate", "1e12"]
-    assert failed({"constant"}, copy("dqn", tmp_path), words, capsys, monkeypatch) == {"constant"}
+    assert failed({"constant"}, PLAIN["dqn"], words, capsys, monkeypatch) == {"constant"}
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "probe: give a script"),
-        (["leanrl/nothing.py"], "probe leanrl/nothing.py: this is no Python file"),
-        (["tests/algorithms/catch.py"], "probe tests/algorithms/catch.py: it has no `train`"),
-        (["leanrl/dqn_atari.py"], "probe leanrl/dqn_atari.py: it plays Atari games"),
-        (["leanrl/sac_atari_torchcompile.py"], "probe leanrl/sac_atari_torchcompile.py: it plays Atari games"),
+        ("", "probe: give a script"),
+        ("leanrl/nothing.py", "probe leanrl/nothing.py: this is no Python file"),
+        ("tests/algorithms/catch.py", "probe tests/algorithms/catch.py: it has no `train`"),
+        ("leanrl/dqn_atari.py", "probe leanrl/dqn_atari.py: it plays Atari games"),
+        ("leanrl/sac_atari_torchcompile.py", "probe leanrl/sac_atari_torchcompile.py: it plays Atari games"),
         (
-            ["leanrl/sac_population_torchcompile.py"],
+            "leanrl/sac_population_torchcompile.py",
             "probe leanrl/sac_population_torchcompile.py: this script trains a population",
         ),
-        (["leanrl/dqn.py", "--batch-size", "0"], "--batch-size 0: give a number from 1"),
+        ("leanrl/fast_td3.py", "probe leanrl/fast_td3.py: its critics give distributions"),
+        ("leanrl/dqn.py --batch-size 0", "--batch-size 0: give a number from 1"),
     ],
 )
 def test_bad_input_gets_one_line(words, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        command.main(["probe", *words])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and line.startswith(f"error: {message}")
+    assert refused(capsys, command.main, ["probe", *words.split()]).startswith(message)

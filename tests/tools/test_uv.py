@@ -10,8 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from conftest import ON_DEVICE
 from copies import ROOT
+
+from common.algorithms import ALGORITHMS
 
 SCRIPTS = sorted((ROOT / "leanrl").glob("*.py"))
 BLOCK = re.compile(r"(?m)^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$")  # PEP 723's own
@@ -37,13 +38,10 @@ def required(path):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_script_names_the_required_packages(script):
-    kind = "requirements"
-    if "atari" in script.stem:
-        kind = "atari"
-    elif "continuous" in script.stem or script.stem.startswith("sac_population"):
-        kind = "mujoco"
+    entry = next(e for e in ALGORITHMS.values() if script.stem in (e.script, e.turbo, *e.variants))
+    kind = "atari" if entry.atari else "mujoco" if entry.env_id == "HalfCheetah-v5" else "requirements"
     packages = required(ROOT / "requirements" / f"{kind}.txt")
-    if script.stem.removesuffix("_torchcompile") in ON_DEVICE.values():  # arrays of NumPy or JAX become tensors
+    if entry.on_device:  # arrays of NumPy or JAX become tensors
         packages += [package for package in required(ROOT / "requirements" / "warp.txt") if "array-api" in package]
     if not script.stem.endswith("_torchcompile"):
         packages = [package for package in packages if not package.startswith("tensordict")]
