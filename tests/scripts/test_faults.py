@@ -45,8 +45,12 @@ def checkpoint_step(folder):
     return torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("script", script_params(left_out=AGENTS))
+SIGNALS = [pytest.param(*one.values, signal.SIGTERM, id=one.id, marks=one.marks) for one in script_params()]
+SIGNALS += [pytest.param(PLAIN["sac"], signal.SIGINT, id="sac-SIGINT")]
+SIGNALS += [pytest.param(TURBO["dqn"], signal.SIGHUP, id="dqn-SIGHUP")]
+
+
+@pytest.mark.parametrize(("script", "number"), SIGNALS)
 def test_a_signal_ends_every_loop(script, number, hangups, tmp_path):
     """With checkpoint, policy and summary, and the exit code that a shell gives."""
 
