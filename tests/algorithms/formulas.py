@@ -90,10 +90,11 @@ def noticing(bugs, errors=AssertionError):
 
 
 def assert_noticed(script, old, new, check, folder, errors=AssertionError):
-    """`check` fails for a copy of the script in which `old` is replaced by `new`."""
+    """`check` fails for a copy of the script in which `old` is replaced by `new`; returns the error."""
     source = Path(script.__file__).read_text()
     assert source.count(old) == 1, f"not there once: {old}"
     edited = load_copy(stem(script), source.replace(old, new), folder)
     with pytest.raises(errors) as noticed:
         check(edited)
     assert noticed.type is not NotImplementedError  # which the emulated device raises
+    return noticed.value

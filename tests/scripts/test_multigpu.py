@@ -21,10 +21,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import MULTI, assert_close_in_norm, clones, leaves, load_copy, scalars, stem
+from conftest import MULTI, assert_close_in_norm, clones, leaves, scalars
+from formulas import assert_noticed
 from torch.utils._pytree import tree_leaves
-
-from common import scripts
 
 TURBO = conftest.TURBO["ppo_atari"]
 SHAPE = (4, 84, 84)
@@ -115,31 +114,30 @@ def lines(path):
     return [line for line in text.splitlines() if line.strip() and "step/s" not in line]
 
 
-def learn(script, folder, on_log=lambda run, losses: None, on_start=lambda run: None, **kwargs):
+def learn(script, folder, on_log=lambda learner, losses, step: None, on_start=lambda run: None, **kwargs):
     """Train as this rank; afterwards `folder` has what it learned and logged."""
     learned = {"losses": [], "weights": [], "adam": []}
 
-    def watch(run):
-        log = run.log
+    def note(learner, losses, step):
+        on_log(learner, losses, step)
+        learned["losses"].append(losses)
+        learned["weights"].append(torch.cat([w.detach().flatten() for w in learner.agent.parameters()]))
+        learned["adam"].append(clones(learner.optimizers["agent"].tensors()))
+        learned["actions"] = learner.rollout["actions"].clone()
+        torch.save(learned, folder / f"learned_{getattr(script, 'RANK', 0)}")
 
-        def watched(losses):
-            on_log(run, losses)
-            learned["losses"].append(losses)
-            weights = run.learner.agent.parameters()
-            learned["weights"].append(torch.cat([w.detach().flatten() for w in weights]))
-            learned["adam"].append(clones(run.learner.optimizers["agent"].tensors()))
-            learned["actions"] = run.learner.rollout["actions"].clone()
-            torch.save(learned, folder / f"learned_{getattr(script, 'RANK', 0)}")
-            log(losses)
-
-        run.log = watched
-        on_start(run)
-
-    scripts.train(script, script.Args(**SIZES | {"run_dir": str(folder / "runs")} | kwargs), watch)
+    conftest.train(script, script.Args(**SIZES | {"run_dir": str(folder / "runs")} | kwargs), note, on_start)
 
 
 def learned(folder, ranks):
     return [torch.load(folder / f"learned_{rank}") for rank in range(ranks)]
+
+
+def learn_together(script, folder, ranks=2, program=learn, **kwargs):
+    """Train as each rank, without a message; returns what each has learned and logged."""
+    codes, errors = launch(script, ranks, lambda rank: program(script, folder, **kwargs), folder)
+    assert codes == [0] * ranks and not any(errors), errors
+    return learned(folder, ranks)
 
 
 def only_run(folder):
@@ -160,100 +158,77 @@ def assert_equal(one, other):
         assert torch.equal(value, wanted), name
 
 
-def check_weights(script, folder, ranks=2):
-    """All ranks hold the same weights and moments after ten iterations, bit for bit, though each acts by itself."""
-    codes, errors = launch(
-        script, ranks, lambda rank: learn(script, folder, total_timesteps=10 * ITERATION, update_epochs=1), folder
-    )
-    assert codes == [0] * ranks, errors
-    first, *others = learned(folder, ranks)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_all_ranks_hold_the_same_weights(ranks, tmp_path, script=MULTI):
+    """And moments, after ten iterations, bit for bit, though each acts by itself."""
+    first, *others = learn_together(script, tmp_path, ranks, total_timesteps=10 * ITERATION, update_epochs=1)
     for other in others:
         assert_equal([first["weights"], first["adam"]], [other["weights"], other["adam"]])
         assert not torch.equal(first["actions"], other["actions"])
     assert len(first["losses"]) == 10
-    assert not any(errors)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_all_ranks_hold_the_same_weights(ranks, tmp_path):
-    check_weights(MULTI, tmp_path, ranks)
+def test_ranks_that_drift_apart_are_made_equal(tmp_path, script=MULTI):
+    """Their weights and moments are equal again from the next iteration on."""
 
-
-def check_drift(script, folder):
-    """Ranks whose weights and moments have drifted apart are equal again from the next iteration on."""
-
-    def drift(run, losses):
-        if script.RANK == 1 and run.step == ITERATION:
-            for tensor in tree_leaves(run.learner.tensors()):
+    def drift(learner, losses, step):
+        if script.RANK == 1 and step == ITERATION:
+            for tensor in tree_leaves(learner.tensors()):
                 tensor.detach().add_(1e-6)
 
-    codes, errors = launch(script, 2, lambda rank: learn(script, folder, drift), folder)
-    assert codes == [0, 0] and not any(errors), errors
-    one, other = learned(folder, 2)
+    one, other = learn_together(script, tmp_path, on_log=drift)
     assert not torch.equal(one["weights"][0], other["weights"][0])
     for name in ("weights", "adam"):
         assert_equal(one[name][1:], other[name][1:])
 
 
-def test_ranks_that_drift_apart_are_made_equal(tmp_path):
-    check_drift(MULTI, tmp_path)
-
-
-def same_numbers(ranks, rank):
+def same_numbers(script, run):
     """Let ranks draw the noise and the minibatches that are one process's with all games."""
+    learner, ranks, rank = run.learner, script.WORLD_SIZE, script.RANK
     rows = SIZES["num_steps"] * SIZES["num_envs"] // ranks
     share = SIZES["num_envs"] // ranks
+    half = SIZES["num_envs"] // 2
     epochs = iter(range(1000))
 
     def own_order(part, epoch):
-        """Of the half of the games that rank `part` of two has, as rows of all games."""
-        half = SIZES["num_envs"] // 2
+        """Of the half of the games that rank `part` of two has."""
         order = torch.randperm(SIZES["num_steps"] * half, generator=torch.Generator().manual_seed(2 * epoch + part))
-        return order.view(SIZES["num_minibatches"], -1), half
+        return order.view(SIZES["num_minibatches"], -1)
 
     def rand(n, device=None):
         epoch = next(epochs)
-        if ranks == 2:
-            order, _ = own_order(rank, epoch)
-        else:
-            parts = []
-            for part in range(2):
-                order, half = own_order(part, epoch)
-                parts.append(order // half * SIZES["num_envs"] + part * half + order % half)
-            order = torch.cat(parts, 1)
+        orders = [own_order(part, epoch) for part in range(2)]
+        rows_of_all = [order // half * SIZES["num_envs"] + i * half + order % half for i, order in enumerate(orders)]
+        order = orders[rank] if ranks == 2 else torch.cat(rows_of_all, 1)
         assert order.numel() == n == rows
         return order.flatten().argsort().float()
 
-    def on_start(run):
-        learner = run.learner
-        generator = torch.Generator().manual_seed(5)
-        shape = (SIZES["num_envs"], learner.noise.shape[-1])
-        games = slice(rank * share, (rank + 1) * share)
+    generator = torch.Generator().manual_seed(5)
+    shape = (SIZES["num_envs"], learner.noise.shape[-1])
+    games = slice(rank * share, (rank + 1) * share)
 
-        def exponential():
-            learner.noise.copy_(torch.empty(shape).exponential_(generator=generator)[games])
+    def exponential():
+        learner.noise.copy_(torch.empty(shape).exponential_(generator=generator)[games])
 
-        learner.noise.exponential_ = exponential
-        torch.rand = rand
-
-    return on_start
+    learner.noise.exponential_ = exponential
+    torch.rand = rand
 
 
-def check_joint_batch(script, folder, **kwargs):
-    """Two ranks play, learn and log what one process of the single-process script does with all games.
+OTHER = {"norm_adv": False, "clip_vloss": False, "max_grad_norm": 0.01, "ent_coef": 0.1}
+
+
+@pytest.mark.parametrize("kwargs", [{}, pytest.param(OTHER, marks=pytest.mark.thorough)], ids=["default", "other"])
+def test_two_ranks_learn_what_one_process_does(kwargs, tmp_path, script=MULTI):
+    """They play, learn and log what the single-process script does with all games.
 
     To rounding in the first iteration, of 8 minibatches. In the second one rounding may decide on which side of 0 a
     unit is, and Adam's steps have their full length also where a gradient is hardly more than its rounding.
     """
-    both, alone = folder / "both", folder / "alone"
+    both, alone = tmp_path / "both", tmp_path / "alone"
     kwargs = {"learning_rate": 3e-5, "total_timesteps": 2 * ITERATION} | kwargs
-    codes, errors = launch(script, 2, lambda rank: learn(script, both, on_start=same_numbers(2, rank), **kwargs), both)
-    assert codes == [0, 0], errors
-    one = lambda rank: learn(TURBO, alone, on_start=same_numbers(1, 0), **kwargs)  # noqa: E731
-    codes, errors = launch(TURBO, 1, one, alone)
-    assert codes == [0], errors
-    (wanted,) = learned(alone, 1)
-    for got in learned(both, 2):
+    ranks = learn_together(script, both, on_start=partial(same_numbers, script), **kwargs)
+    (wanted,) = learn_together(TURBO, alone, 1, on_start=partial(same_numbers, TURBO), **kwargs)
+    for got in ranks:
         torch.testing.assert_close(got["weights"][0], wanted["weights"][0], rtol=0, atol=1e-6)
         for i, tolerances in enumerate(((1e-7, 1e-5), (1e-6, 3e-3))):
             for name, tolerance in zip(("weights", "adam"), tolerances, strict=True):
@@ -269,23 +244,14 @@ def check_joint_batch(script, folder, **kwargs):
     for name in ("global_step", "episodes", "episodic_return", "num_envs", "seed"):
         assert summary(both)[name] == summary(alone)[name]
     assert summary(both)["ranks"] == 2 and checkpoint(both)["global_step"] == 2 * ITERATION
-    assert not any(errors)
-
-
-OTHER = {"norm_adv": False, "clip_vloss": False, "max_grad_norm": 0.01, "ent_coef": 0.1}
-
-
-@pytest.mark.parametrize("kwargs", [{}, pytest.param(OTHER, marks=pytest.mark.thorough)], ids=["default", "other"])
-def test_two_ranks_learn_what_one_process_does(kwargs, tmp_path):
-    check_joint_batch(MULTI, tmp_path, **kwargs)
 
 
 def end(script, folder, act, rank=1, iteration=2, ranks=2, patience=PATIENCE, **kwargs):
-    """Train until `act(run)` in one rank, after one iteration, ends the run."""
+    """Train until `act(learner)` in one rank, after one iteration, ends the run."""
 
-    def on_log(run, losses):
-        if rank == script.RANK and run.step == iteration * ITERATION:
-            act(run)
+    def on_log(learner, losses, step):
+        if rank == script.RANK and step == iteration * ITERATION:
+            act(learner)
 
     begin = time.monotonic()
     kwargs = {"total_timesteps": 20 * ITERATION} | kwargs
@@ -294,43 +260,39 @@ def end(script, folder, act, rank=1, iteration=2, ranks=2, patience=PATIENCE, **
     return codes, errors
 
 
-def check_signal(script, folder, number=signal.SIGINT, **kwargs):
-    """A signal to one rank ends all of them after the same iteration, with checkpoint and summary."""
-    codes, errors = end(script, folder, lambda run: signal.raise_signal(number), **kwargs)
-    assert codes == [128 + number] * 2 and not any(errors)
-    assert checkpoint(folder)["global_step"] == summary(folder)["global_step"] == 2 * ITERATION
-
-
 @pytest.mark.parametrize(
     ("number", "rank"), [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.thorough)]
 )
 def test_a_signal_to_one_rank_ends_all(number, rank, tmp_path):
-    check_signal(MULTI, tmp_path, number, rank=rank)
+    """After the same iteration, with checkpoint and summary."""
+    codes, errors = end(MULTI, tmp_path, lambda learner: signal.raise_signal(number), rank=rank)
+    assert codes == [128 + number] * 2 and not any(errors)
+    assert checkpoint(tmp_path)["global_step"] == summary(tmp_path)["global_step"] == 2 * ITERATION
 
 
-def check_late_signal(script, folder):
+def test_a_signal_while_all_go_on(tmp_path, script=MULTI):
     """A signal to a rank that already knows that all go on ends all of them one iteration later."""
 
-    def strike(run):
-        state_dict = run.learner.state_dict
+    def strike(learner):
+        state_dict = learner.state_dict
 
         def struck():
-            run.learner.state_dict = state_dict  # only once: a second signal after a second interrupts
+            learner.state_dict = state_dict  # only once: a second signal after a second interrupts
             signal.raise_signal(signal.SIGTERM)
             return state_dict()
 
-        run.learner.state_dict = struck
+        learner.state_dict = struck
 
-    codes, errors = end(script, folder, strike, checkpoint_interval=ITERATION)
+    codes, errors = end(script, tmp_path, strike, checkpoint_interval=ITERATION)
     assert codes == [143, 143] and not any(errors)
-    assert checkpoint(folder)["global_step"] == summary(folder)["global_step"] == 3 * ITERATION
+    assert checkpoint(tmp_path)["global_step"] == summary(tmp_path)["global_step"] == 3 * ITERATION
 
 
-def test_a_signal_while_all_go_on(tmp_path):
-    check_late_signal(MULTI, tmp_path)
+def kill(learner):
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail(run):
+def fail(learner):
     raise ZeroDivisionError("of an edit")
 
 
@@ -348,7 +310,7 @@ def test_an_error_in_one_rank_ends_all(rank, tmp_path):
 
 def test_a_rank_that_is_killed_ends_all(tmp_path):
     """With a line and a checkpoint."""
-    codes, errors = end(MULTI, tmp_path, lambda run: os.kill(os.getpid(), signal.SIGKILL), ranks=3)
+    codes, errors = end(MULTI, tmp_path, kill, ranks=3)
     assert codes == [1, -signal.SIGKILL, 1]
     assert errors[0].startswith("error: rank 0 cannot reach the other ranks: ") and errors[0].count("\n") == 0
     assert not errors[1] and not errors[2]
@@ -357,7 +319,6 @@ def test_a_rank_that_is_killed_ends_all(tmp_path):
 
 @pytest.mark.thorough
 def test_rank_0_that_is_killed_leaves_the_last_checkpoint(tmp_path):
-    kill = lambda run: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
     codes, errors = end(MULTI, tmp_path, kill, rank=0, iteration=3, checkpoint_interval=ITERATION)
     assert codes == [-signal.SIGKILL, 1] and not any(errors)
     assert checkpoint(tmp_path)["global_step"] == 2 * ITERATION
@@ -366,7 +327,7 @@ def test_rank_0_that_is_killed_leaves_the_last_checkpoint(tmp_path):
 @pytest.mark.thorough
 def test_a_rank_that_hangs_ends_all(tmp_path):
     """After TIMEOUT."""
-    codes, errors = end(MULTI, tmp_path, lambda run: time.sleep(40), patience=15)
+    codes, errors = end(MULTI, tmp_path, lambda learner: time.sleep(40), patience=15)
     assert codes == [1, 1]
     assert errors[0].startswith("error: rank 0 cannot reach the other ranks: ") and errors[0].count("\n") == 0
     assert checkpoint(tmp_path)["global_step"] == 2 * ITERATION
@@ -375,9 +336,9 @@ def test_a_rank_that_hangs_ends_all(tmp_path):
 def test_all_ranks_end_at_a_nan_of_one(tmp_path):
     """Here of its rewards: exit code 1, one line, no checkpoint that holds it."""
 
-    def spoil(run):
-        run.learner.record = lambda *outcomes: None
-        run.learner.host_outcomes["rewards"].fill_(torch.nan)
+    def spoil(learner):
+        learner.record = lambda *outcomes: None
+        learner.host_outcomes["rewards"].fill_(torch.nan)
 
     codes, errors = end(MULTI, tmp_path, spoil, checkpoint_interval=2 * ITERATION)
     assert codes == [1, 1] and not errors[1]
@@ -386,7 +347,7 @@ def test_all_ranks_end_at_a_nan_of_one(tmp_path):
     assert checkpoint(tmp_path)["global_step"] == 2 * ITERATION and summary(tmp_path)["global_step"] == step
 
 
-def check_target_kl(script, folder):
+def test_target_kl_is_that_of_all_ranks(tmp_path, script=MULTI):
     """One rank's KL divergence is over the target, and the mean is: all ranks leave out the same epochs."""
 
     def on_start(run):
@@ -399,49 +360,33 @@ def check_target_kl(script, folder):
 
         run.learner.make_batch = spoil
 
-    kwargs = {"target_kl": 0.01, "update_epochs": 4, "on_start": on_start}
-    codes, errors = launch(script, 2, lambda rank: learn(script, folder, **kwargs), folder)
-    assert codes == [0, 0], errors
-    one, other = learned(folder, 2)
+    one, other = learn_together(script, tmp_path, on_start=on_start, target_kl=0.01, update_epochs=4)
     assert_equal([one["weights"], one["adam"]], [other["weights"], other["adam"]])
     assert all(losses["approx_kl"] > 0.01 for losses in one["losses"])
     next_step = torch.log(1 - one["adam"][-1][".corrections"][0]) / np.log(0.9)
     assert round(next_step.item()) - 1 == 3 * 4  # minibatches of one epoch in each iteration
 
 
-def test_target_kl_is_that_of_all_ranks(tmp_path):
-    check_target_kl(MULTI, tmp_path)
+def learn_periodically(script, folder, iterations, **kwargs):
+    script.make_pool = lambda args, seed: Games(args.num_envs, seed, period=SIZES["num_steps"])
+    learn(script, folder, anneal_lr=False, total_timesteps=iterations * ITERATION, **kwargs)
 
 
-def check_resuming(script, folder):
+def test_resuming_continues_every_rank(tmp_path, script=MULTI):
     """Two ranks that are resumed go on, bit for bit, as if they had not been interrupted."""
-    script.make_pool = make_pool = lambda args, seed: Games(args.num_envs, seed, period=SIZES["num_steps"])
-
-    def part(name, iterations, **kwargs):
-        def program(rank):
-            script.make_pool = make_pool
-            learn(script, folder / name, anneal_lr=False, total_timesteps=iterations * ITERATION, **kwargs)
-
-        codes, errors = launch(script, 2, program, folder / name)
-        assert codes == [0, 0] and not any(errors), errors
-        return learned(folder / name, 2)
-
-    whole = part("whole", 2)
-    part("first", 1)
-    second = part("second", 2, resume=str(only_run(folder / "first")))
+    part = partial(learn_together, script, program=learn_periodically)
+    whole = part(tmp_path / "whole", iterations=2)
+    part(tmp_path / "first", iterations=1)
+    second = part(tmp_path / "second", iterations=2, resume=str(only_run(tmp_path / "first")))
     for got, wanted in zip(second, whole, strict=True):
         assert_equal([got["weights"], got["adam"]], [wanted["weights"][1:], wanted["adam"][1:]])
         assert torch.equal(got["actions"], wanted["actions"])
-    assert checkpoint(folder / "second")["global_step"] == 2 * ITERATION
-
-
-def test_resuming_continues_every_rank(tmp_path):
-    check_resuming(MULTI, tmp_path)
+    assert checkpoint(tmp_path / "second")["global_step"] == 2 * ITERATION
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_resuming_on_another_number_of_ranks_is_noted(ranks, tmp_path):
-    launch(MULTI, 2, lambda rank: learn(MULTI, tmp_path / "two", total_timesteps=ITERATION), tmp_path / "two")
+    learn_together(MULTI, tmp_path / "two", total_timesteps=ITERATION)
     kwargs = {"resume": str(only_run(tmp_path / "two")), "total_timesteps": 2 * ITERATION}
     codes, errors = launch(MULTI, ranks, lambda rank: learn(MULTI, tmp_path / "other", **kwargs), tmp_path / "other")
     assert codes == [0] * ranks and not any(errors[1:])
@@ -451,22 +396,17 @@ def test_resuming_on_another_number_of_ranks_is_noted(ranks, tmp_path):
     assert all(torch.equal(weights[0][0], other[0]) for other in weights)
 
 
-def check_seeds(script, folder):
-    """The games of two ranks have the seeds of one process's games, also in a resumed run."""
-
-    def program(rank):
-        pools = []
-        script.make_pool = lambda args, seed: pools.append(Games(args.num_envs, seed)) or pools[-1]
-        learn(script, folder, total_timesteps=ITERATION, seed=7)
-        torch.save(list(pools[0].seeds), folder / f"seeds_{rank}")
-
-    codes, errors = launch(script, 2, program, folder)
-    assert codes == [0, 0], errors
-    assert torch.load(folder / "seeds_0") + torch.load(folder / "seeds_1") == list(range(7, 7 + 12))
+def learn_with_noted_seeds(script, folder):
+    pools = []
+    script.make_pool = lambda args, seed: pools.append(Games(args.num_envs, seed)) or pools[-1]
+    learn(script, folder, total_timesteps=ITERATION, seed=7)
+    torch.save(list(pools[0].seeds), folder / f"seeds_{script.RANK}")
 
 
-def test_seeds_of_games_do_not_overlap(tmp_path):
-    check_seeds(MULTI, tmp_path)
+def test_seeds_of_games_do_not_overlap(tmp_path, script=MULTI):
+    """The games of two ranks have the seeds of one process's games."""
+    learn_together(script, tmp_path, program=learn_with_noted_seeds)
+    assert torch.load(tmp_path / "seeds_0") + torch.load(tmp_path / "seeds_1") == list(range(7, 7 + 12))
 
 
 @pytest.mark.parametrize(
@@ -533,37 +473,28 @@ class QueuedCollectives:
 ON_CUDA = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "cuda": True, "total_timesteps": 6 * 8 * 4}
 
 
-def check_on_cuda(script, folder, ranks=2, **kwargs):
-    """Ranks learn the same bits on a device that works at once and, with graphs, on one that is late."""
-    results = []
-    for cudagraphs, late in ((False, False), (True, True)):
-        own = folder / f"{cudagraphs}-{late}"
-
-        def program(rank, cudagraphs=cudagraphs, late=late, own=own):
-            script.LOCAL_RANK, script.LOCAL_WORLD_SIZE = 0, 1  # one device per machine
-            script.dist = QueuedCollectives()
-            with emulated_cuda.emulated_cuda(late):
-                learn(script, own, cudagraphs=cudagraphs, **ON_CUDA | kwargs)
-
-        codes, errors = launch(script, ranks, program, own)
-        assert codes == [0] * ranks, errors
-        results.append(learned(own, ranks))
-        assert summary(own)["cudagraphs"] is cudagraphs
-    first = results[0]
-    assert_equal(first[0]["weights"], first[-1]["weights"])
-    for result in results[1:]:
-        for got, wanted in zip(result, first, strict=True):
-            assert got["losses"] == wanted["losses"]
-            assert_equal([got[name] for name in STATE], [wanted[name] for name in STATE])
-
-
-STATE = ("weights", "adam", "actions")
+def learn_on_cuda(script, folder, late, **kwargs):
+    script.LOCAL_RANK, script.LOCAL_WORLD_SIZE = 0, 1  # one device per machine
+    script.dist = QueuedCollectives()
+    with emulated_cuda.emulated_cuda(late):
+        learn(script, folder, **ON_CUDA | kwargs)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kwargs", [{}, {"target_kl": 1e-4, "norm_adv": False, "matmul_precision": "high"}], ids=str)
-def test_graphs_change_nothing_on_an_emulated_device(kwargs, tmp_path):
-    check_on_cuda(MULTI, tmp_path, **kwargs)
+def test_graphs_change_nothing_on_an_emulated_device(kwargs, tmp_path, script=MULTI):
+    """Ranks learn the same bits on a device that works at once and, with graphs, on one that is late."""
+    results = []
+    for late in (False, True):
+        own = tmp_path / str(late)
+        results.append(learn_together(script, own, program=learn_on_cuda, late=late, cudagraphs=late, **kwargs))
+        assert summary(own)["cudagraphs"] is late
+    at_once, later = results
+    assert_equal(at_once[0]["weights"], at_once[1]["weights"])
+    for got, wanted in zip(later, at_once, strict=True):
+        assert got["losses"] == wanted["losses"]
+        for name in ("weights", "adam", "actions"):
+            assert_equal(got[name], wanted[name])
 
 
 def start_torchrun(folder, *words):
@@ -605,68 +536,46 @@ def test_what_torchrun_does_when_it_is_over(what, tmp_path):
     assert checkpoint(tmp_path)["global_step"] == summary(tmp_path)["global_step"] > 0
 
 
-EPOCH_KL = 'self.losses()["approx_kl"]'
+check_weights = partial(test_all_ranks_hold_the_same_weights, ranks=2)
+check_joint_batch = partial(test_two_ranks_learn_what_one_process_does, kwargs={})
+check_on_cuda = partial(test_graphs_change_nothing_on_an_emulated_device, kwargs={})
+check_drift, check_target_kl = test_ranks_that_drift_apart_are_made_equal, test_target_kl_is_that_of_all_ranks
+check_seeds, check_resuming = test_seeds_of_games_do_not_overlap, test_resuming_continues_every_rank
+check_late_signal = test_a_signal_while_all_go_on
+
 ADD_UP = "            add_up(self.sums)\n"
 CLIP = "            self.sums.mul_((self.args.max_grad_norm / self.sums[: -len(LOSSES)].norm()).clamp(max=1))\n"
+OWN_KL = f"            own = 2 * self.sums[-2].clone()\n{ADD_UP}            self.sums[-2] = own\n"
+BROADCAST = "            collective(dist.broadcast, tensor.detach(), 0)\n"
+MINIBATCHES = "zip(order, moments, strict=True)"
+MEAN = 'shares = rows["valid"] / count.clamp(min=1)'
+MEAN_OF_MEANS = 'shares = rows["valid"] / rows["valid"].sum() / WORLD_SIZE'
+IN_GRAPH = (
+    "self.compute_gradient = self.fast(self.compute_gradient)",
+    "self.learn_epoch = self.fast(self.learn_epoch)",
+)
+GENERATORS = ("set_generators(self.generators[RANK])", "set_generators(self.generators[0])")
 BUGS = [  # what is wrong, what is replaced by what, who sees it
-    (
-        "weights of its own",
-        "            collective(dist.broadcast, tensor.detach(), 0)\n",
-        "            pass\n",
-        check_weights,
-    ),
-    (
-        "a minibatch that a rank skips",
-        "in zip(order, moments, strict=True):",
-        "in list(zip(order, moments, strict=True))[RANK:]:",
-        check_weights,
-    ),
+    ("weights of its own", BROADCAST, "            pass\n", check_weights),
+    ("a minibatch that a rank skips", MINIBATCHES, f"list({MINIBATCHES})[RANK:]", check_weights),
     ("noise of rank 0", "seed=args.seed + RANK * share", "seed=args.seed", check_weights),
     ("seeds that overlap", "RANK * share", "RANK", check_seeds),
     ("clipped before it is averaged", ADD_UP, CLIP + ADD_UP, check_joint_batch),
     ("advantages of its own", "        add_up(moments)\n", "        moments[:, 0] *= 2\n", check_joint_batch),
-    (
-        "a mean of the ranks' means",
-        'shares = rows["valid"] / count.clamp(min=1)',
-        'shares = rows["valid"] / rows["valid"].sum() / WORLD_SIZE',
-        check_joint_batch,
-    ),
+    ("a mean of the ranks' means", MEAN, MEAN_OF_MEANS, check_joint_batch),
     ("a sum without the other ranks", ADD_UP, "", check_weights),
     ("moments of its own", "tree_leaves(self.learner.tensors())", "self.learner.agent.parameters()", check_drift),
     ("episodes of rank 0 alone", "np.concatenate(gathered(played), -1)", "np.tile(played, 2)", check_joint_batch),
-    (
-        "KL divergence of its own",
-        ADD_UP,
-        f"            self.own = 2 * self.sums[-2].item()\n{ADD_UP}",
-        check_target_kl,
-    ),
+    ("KL divergence of its own", ADD_UP, OWN_KL, check_target_kl),
     ("a signal of its own", "and not signals", "and self.signal is None", check_late_signal),
-    (
-        "an all-reduce in a graph",
-        "self.compute_gradient = self.fast(self.compute_gradient)",
-        "self.learn_epoch = self.fast(self.learn_epoch)",
-        check_on_cuda,
-    ),
+    ("an all-reduce in a graph", *IN_GRAPH, check_on_cuda),
     ("sums rebound instead of filled", "self.sums.copy_(torch.cat(", "self.sums = (torch.cat(", check_on_cuda),
     ("rows rebound instead of filled", "self.rows.copy_(rows)", "self.rows = rows", check_on_cuda),
-    (
-        "generators of rank 0",
-        "set_generators(self.generators[RANK])",
-        "set_generators(self.generators[0])",
-        check_resuming,
-    ),
+    ("generators of rank 0", *GENERATORS, check_resuming),
 ]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("bug", "old", "new", "check"), BUGS, ids=[bug[0] for bug in BUGS])
 def test_a_planted_bug_is_caught(bug, old, new, check, tmp_path):
-    source = Path(MULTI.__file__).read_text()
-    if check is check_target_kl:
-        assert source.count(EPOCH_KL) == 1
-        source = source.replace(EPOCH_KL, "self.own")
-    assert source.count(old) == 1, f"not there once: {old}"
-    script = load_copy(stem(MULTI), source.replace(old, new), tmp_path)
-    with pytest.raises(AssertionError) as caught:
-        check(script, tmp_path / "run")
-    print(f"\n{bug}: {str(caught.value).splitlines()[0][:150]}")
+    assert_noticed(MULTI, old, new, lambda edited: check(tmp_path=tmp_path / "run", script=edited), tmp_path)

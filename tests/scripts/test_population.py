@@ -7,18 +7,17 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from functools import cache
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from _pytest.outcomes import Failed
-from conftest import TURBO, leaves, load_copy, scalars, wait_for
+from conftest import POPULATION, TURBO, assert_same_state, leaves, scalars, wait_for
 from copies import ROOT
 from emulated_cuda import emulated_cuda
-
-from leanrl import sac_population_torchcompile
+from formulas import assert_noticed, make_learner
 
 SINGLE = TURBO["sac"]
 SEEDS = (1, 5, 9)
@@ -44,7 +43,7 @@ def train(script, folder, flags):
     return run
 
 
-def train_population(folder, agents=(0, 1, 2), script=sac_population_torchcompile, **flags):
+def train_population(folder, agents=(0, 1, 2), script=POPULATION, **flags):
     lists = {"seeds": SEEDS} | LISTS
     lists = {name: tuple(values[i] for i in agents) for name, values in lists.items()}
     return train(script, folder, lists | flags)
@@ -58,14 +57,7 @@ def train_single(folder, i, **flags):
 @pytest.fixture(scope="module")
 def single_checkpoint(tmp_path_factory):
     """A function: the checkpoint of the single run of an agent."""
-    runs = {}
-
-    def of(i):
-        if i not in runs:
-            runs[i] = checkpoint(train_single(tmp_path_factory.mktemp("single"), i))
-        return runs[i]
-
-    return of
+    return cache(lambda i: checkpoint(train_single(tmp_path_factory.mktemp("single"), i)))
 
 
 @pytest.fixture(autouse=True)
@@ -95,16 +87,13 @@ def numbers(checkpoint):
 def assert_same_numbers(got, wanted, tolerance=0.0):
     """All that two checkpoints have: to the last bit, or tensors to `tolerance` of their norm."""
     got, wanted = numbers(got), numbers(wanted)
+    if not tolerance:
+        return assert_same_state(got, wanted)
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
-        if not torch.is_tensor(value) or not value.is_floating_point():
-            same = torch.equal(got[name], value) if torch.is_tensor(value) else got[name] == value
-            assert same or tolerance, name
-        elif tolerance:
+        if torch.is_tensor(value) and value.is_floating_point():
             assert got[name].shape == value.shape
             assert (got[name] - value).norm() <= tolerance * value.norm().clamp(min=1e-2), name
-        else:
-            assert torch.equal(got[name], value), name
 
 
 def steps_of_adam(folder):
@@ -116,7 +105,7 @@ def steps_of_adam(folder):
 def test_agents_are_single_runs_to_the_last_bit(tmp_path, monkeypatch):
     """Whole runs of 50 updates and more, with every flag that is a list: checkpoints, logs, summaries and policies."""
     monkeypatch.undo()  # policies are exported
-    args = vars(sac_population_torchcompile.Args())
+    args = vars(POPULATION.Args())
     assert {name for name, value in args.items() if isinstance(value, tuple)} == {"seeds", *LISTS}
     assert not any(isinstance(value, float) for value in args.values())
     folder = train_population(tmp_path / "all", **FIFTY_UPDATES)
@@ -174,7 +163,8 @@ def diverged(folder, **flags):
     return run
 
 
-def garbage(tensor):
+def garbage(*size, empty=torch.empty, **kwargs):
+    tensor = empty(*size, **kwargs)
     return tensor.fill_(-1e9) if tensor.is_floating_point() else tensor
 
 
@@ -192,14 +182,12 @@ def check_divergence(folder, capsys, **flags):
     return population
 
 
-def test_an_agent_that_diverges_ends_and_the_others_continue(tmp_path, capsys):
+def test_an_agent_that_diverges_ends_and_the_others_continue(tmp_path, capsys, monkeypatch):
     """Also if the population is resumed, whatever the memory of the one that has ended held before."""
     population = check_divergence(tmp_path, capsys)
-    empty, torch.empty = torch.empty, lambda *size, **kwargs: garbage(empty(*size, **kwargs))
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", garbage)
         again = diverged(tmp_path / "again", resume=str(population), total_timesteps=600)
-    finally:
-        torch.empty = empty
     assert not (again / "agent_1").exists()
     rates = dict.fromkeys(RATES, DIVERGING[2])
     alone = train_single(tmp_path / "alone", 2, resume=str(population / "agent_2"), total_timesteps=600, **rates)
@@ -218,7 +206,7 @@ def test_a_crash_while_checkpoints_are_written_loses_none(written, tmp_path, mon
     """The population resumes from the step of which all agents have a checkpoint."""
     folder = train_population(tmp_path / "all")
     wanted = train_population(tmp_path / "wanted", resume=str(folder), **LONGER)
-    replace_file = sac_population_torchcompile.replace_file
+    replace_file = POPULATION.replace_file
     paths = []
 
     def crash(path, write):
@@ -228,7 +216,7 @@ def test_a_crash_while_checkpoints_are_written_loses_none(written, tmp_path, mon
         replace_file(path, write)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(sac_population_torchcompile, "replace_file", crash)
+        patch.setattr(POPULATION, "replace_file", crash)
         train_population(tmp_path / "crashed", checkpoint_interval=420, total_timesteps=1000)
     (crashed,) = (tmp_path / "crashed").iterdir()
     again = train_population(tmp_path / "again", resume=str(crashed), **LONGER)
@@ -236,76 +224,50 @@ def test_a_crash_while_checkpoints_are_written_loses_none(written, tmp_path, mon
         assert_same_numbers(checkpoint(again / f"agent_{i}"), checkpoint(wanted / f"agent_{i}"))
 
 
+STORED = "columns = (obs, next_obs, actions, rewards[..., None], terminated[..., None], act_on"
+GENERATOR = "self.generators.append(generator)"
+ONE_GENERATOR = "self.generators.append(self.generators[0] if self.generators else generator)"
+RATES_OF_ALL = ("self.lr = torch.tensor(lr,", "self.lr = torch.tensor([lr[0]] * len(lr),")
+DISCOUNTS = ("[[agent.gamma] for agent in agents]", "[[agents[0].gamma] for _ in agents]")
+MOMENTS = '{"m": optimizer.m, "v": optimizer.v}'
+LAST_MOMENTS = '{"m": [m.flip(0) for m in optimizer.m], "v": optimizer.v}'
 BUGS = {
-    "agents mixed by a reshape": (
-        "columns = (obs, next_obs, actions, rewards[..., None], terminated[..., None], act_on)",
-        "columns = (obs, next_obs, actions, rewards[..., None], terminated[..., None], act_on[::-1])",
-    ),
-    "one generator for all": (
-        "self.generators.append(generator)",
-        "self.generators.append(self.generators[0] if self.generators else generator)",
-    ),
-    "the first agent's learning rate for all": (
-        "self.lr = torch.tensor(lr,",
-        "self.lr = torch.tensor([lr[0]] * len(lr),",
-    ),
-    "the first agent's discount for all": (
-        "[[agent.gamma] for agent in agents]",
-        "[[agents[0].gamma] for _ in agents]",
-    ),
+    "agents mixed by a reshape": (f"{STORED})", f"{STORED}[::-1])"),
+    "one generator for all": (GENERATOR, ONE_GENERATOR),
+    "the first agent's learning rate for all": RATES_OF_ALL,
+    "the first agent's discount for all": DISCOUNTS,
     "the first agent's batches for all": ("self.rows[self.agents, ", "self.rows[0 * self.agents, "),
-    "the last agent's moments for all": (
-        '{"m": optimizer.m, "v": optimizer.v}',
-        '{"m": [m.flip(0) for m in optimizer.m], "v": optimizer.v}',
-    ),
+    "the last agent's moments for all": (MOMENTS, LAST_MOMENTS),
 }
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_noticed(bug, tmp_path, single_checkpoint):
-    folder = train_population(tmp_path / "all", script=planted(*BUGS[bug], tmp_path))
-    with pytest.raises(AssertionError):
+    def check(edited):
+        folder = train_population(tmp_path / "all", script=edited)
         for i in range(3):
             assert_same_numbers(checkpoint(folder / f"agent_{i}"), single_checkpoint(i), 1e-4)
 
+    assert_noticed(POPULATION, *BUGS[bug], check, tmp_path)
 
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("step(qf_loss.sum())", "step(qf_loss.sum() + 0 * qf_loss.prod())"),
-        (
-            "np.nan_to_num(self.host_actions.numpy())",
-            "np.full_like(self.host_actions.numpy(), self.host_actions.mean())",
-        ),
-    ],
-    ids=["loss", "actions"],
-)
+
+ACTIONS = "np.nan_to_num(self.host_actions.numpy())"
+MEANS = "np.full_like(self.host_actions.numpy(), self.host_actions.mean())"
+SPREADING = [("step(qf_loss.sum())", "step(qf_loss.sum() + 0 * qf_loss.prod())"), (ACTIONS, MEANS)]
+
+
+@pytest.mark.parametrize(("right", "wrong"), SPREADING, ids=["loss", "actions"])
 def test_a_nan_that_spreads_is_noticed(right, wrong, tmp_path, capsys):
-    with pytest.raises((AssertionError, Failed)):
-        check_divergence(tmp_path, capsys, script=planted(right, wrong, tmp_path))
+    check = lambda edited: check_divergence(tmp_path / "runs", capsys, script=edited)  # noqa: E731
+    assert_noticed(POPULATION, right, wrong, check, tmp_path, (AssertionError, Failed))
 
 
-def planted(right, wrong, folder):
-    """The script with a bug."""
-    source = Path(sac_population_torchcompile.__file__).read_text()
-    assert source.count(right) == 1
-    return load_copy("planted", source.replace(right, wrong), folder)
-
-
-def make_learner(folder, seeds):
-    script = sac_population_torchcompile
-    args = script.Args(**FLAGS, seeds=seeds)
-    agents = script.agents_of(args)
-    envs = [script.make_envs(agent, folder) for agent in agents]
-    return script.SACPopulation(args, agents, envs, torch.device("cpu"))
-
-
-def test_environments_see_no_nan(tmp_path):
+def test_environments_see_no_nan():
     """The action of a diverged policy is 0, or the bound that is nearest to 0."""
-    learner = make_learner(tmp_path, (1, 2))
-    learner.host_actions[0] = 1.5
+    learner = make_learner(POPULATION, seeds=(1, 2))
+    learner.host_actions[0] = torch.tensor([1.5, -2.0, 0.4])
     learner.host_actions[1] = float("nan")
-    assert np.array_equal(learner.next_actions().squeeze(-1), [[1.5, 1.5], [0, 0]])
+    assert np.array_equal(learner.next_actions(), np.float32([[[1.5, -2.0, 0.4]], [[0.0, -1.0, 0.0]]]))
 
 
 @pytest.mark.parametrize(
