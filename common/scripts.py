@@ -48,8 +48,7 @@ def path_of(name):
 
 def learner_class(script):
     """The class of a script's learner: that with the losses."""
-    classes = [value for value in vars(script).values() if isinstance(value, type)]
-    return next(one for one in classes if one.__module__ == script.__name__ and "losses" in vars(one))
+    return next(value for value in vars(script).values() if isinstance(value, type) and hasattr(value, "losses"))
 
 
 def refuse_population(given, script):
