@@ -228,6 +228,7 @@ def test_resuming_with_and_without_the_buffer(script, checkpoint_replay, tmp_pat
 @pytest.mark.parametrize("flag", ["num_envs", "buffer_size"])
 def test_a_buffer_of_another_form_is_refused(turbo, flag, tmp_path, capsys):
     folder, _ = train(turbo, tmp_path, total_timesteps=100)
+    capsys.readouterr()
     line = refused(capsys, partial(train, turbo, tmp_path, resume=str(folder), **{flag: 100}))
     assert line.startswith(f"error: --{flag.replace('_', '-')} 100: the checkpoint has")
 
