@@ -232,6 +232,7 @@ def tiny(script):
 GAMES = dict.fromkeys(ATARI, "its environments are Atari games")
 SIMULATORS = dict.fromkeys(ON_DEVICE, "its environments are on the device")
 AGENTS = {stem(POPULATION): "each of its agents has a run"}
+DISCRETE = {n: "its actions are discrete" for n, script in TURBO.items() if hasattr(script, "require_discrete_actions")}
 
 
 def script_params(scripts=ALL, left_out=AGENTS):

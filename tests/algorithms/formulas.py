@@ -29,15 +29,10 @@ def is_population(script):
     return hasattr(script, "SACPopulation")
 
 
-def name_of(script):
-    """The script's name in ALGORITHMS; a population is SAC."""
-    return "sac" if is_population(script) else algorithm(script)
-
-
 def make_learner(script, actions=None, device="cpu", seed=1, **kwargs):
     """A learner for environments that have spaces and nothing else."""
-    images = name_of(script) in ATARI
-    discrete = images or name_of(script) in ("dqn", "pqn")
+    images = algorithm(script) in ATARI
+    discrete = images or hasattr(script, "require_discrete_actions")
     args = script.Args(**kwargs)
     envs = SimpleNamespace(num_envs=args.num_envs, single_observation_space=IMAGES if images else VECTORS)
     envs.single_action_space = actions or (DISCRETE if discrete else CONTINUOUS)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from conftest import MULTI, PLAIN, TURBO, leaves, stem
-from formulas import assert_orthogonal, is_population, make_learner, name_of, noticing, pair
+from conftest import MULTI, PLAIN, TURBO, algorithm, leaves, stem
+from formulas import assert_orthogonal, is_population, make_learner, noticing, pair
 from test_ppo_formulas import PPO_CASES, each_ppo
 from test_q_formulas import OFF_POLICY, networks_of
 
@@ -21,7 +21,7 @@ PPOS = list(dict(PPO_CASES))
 def check_orthogonal(script, actions=None, **kwargs):
     """A layer's weights are orthogonal, with its gain as their singular values; biases and log_std are 0."""
     actions = actions or dict(reversed(PPO_CASES)).get(script)
-    gains = GAINS[name_of(script)]
+    gains = GAINS[algorithm(script)]
     layers = set()
     for name, parameter in make_learner(script, actions, **SMALL | kwargs).agent.named_parameters():
         layer, _, kind = name.rpartition(".")
@@ -64,7 +64,7 @@ def test_target_networks_start_as_copies(script):
     for path in targets:
         assert torch.equal(tensors[path], tensors[path.replace(".target_", ".", 1)])
     critics = [path for path in tensors if path.startswith(".critics.0.") and path.endswith("weight")]
-    assert bool(critics) == (not name_of(script).startswith("dqn"))
+    assert bool(critics) == (not algorithm(script).startswith("dqn"))
     for path in critics:
         assert not torch.equal(tensors[path], tensors[path.replace(".0.", ".1.", 1)])
 
@@ -72,7 +72,7 @@ def test_target_networks_start_as_copies(script):
 @pytest.mark.parametrize("script", [*PPOS, *OFF_POLICY], ids=stem)
 def test_adam_has_the_networks_settings(script):
     """Each network's learning rate is its flag, and epsilon is CleanRL's."""
-    name = name_of(script)
+    name = algorithm(script)
     rates = {"policy_lr": 1e-3, "q_lr": 2e-3} if name.startswith("sac") else {"learning_rate": 3e-3}
     given = {flag: (rate,) for flag, rate in rates.items()} | {"seeds": (1,)} if is_population(script) else rates
     sizes = SMALL if name.startswith("ppo") else {"buffer_size": 100}

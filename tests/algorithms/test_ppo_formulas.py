@@ -7,8 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import MULTI, PLAIN, TURBO, gradients, stem
-from formulas import CONTINUOUS, DISCRETE, IMAGES, double, images, make_learner, name_of, noticing, pair, slopes
+from conftest import MULTI, PLAIN, TURBO, algorithm, gradients, stem
+from formulas import CONTINUOUS, DISCRETE, IMAGES, double, images, make_learner, noticing, pair, slopes
 
 CLIP, ENT_COEF, VF_COEF = 0.2, 0.02, 0.7
 LOG_STD = np.array([-0.5, 0.0, 0.3])
@@ -177,7 +177,7 @@ def test_ppo_computes_the_papers_losses_and_gradients(script, actions, norm_adv,
     learn_from(learner, rows, learning_rate=0.0)
     everything = np.arange(rows.count)
     minibatches = np.split(everything, 2)
-    logged = [everything] if name_of(script) == "ppo" else minibatches  # the others log means over minibatches
+    logged = [everything] if algorithm(script) == "ppo" else minibatches  # the others log means over minibatches
     wanted = [rows.losses(part, norm_adv, clip_vloss) for part in logged]
     wanted = {name: np.mean([losses[name] for losses in wanted]) for name in wanted[0]}
     losses = learner.losses()

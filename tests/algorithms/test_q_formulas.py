@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, PLAIN, POPULATION, TURBO, clones, gradients, leaves, networks, stem, unstacked
-from formulas import MIDDLE, SCALE, double, images, is_population, make_learner, name_of, noticing, pair, slopes
+from conftest import ATARI, PLAIN, POPULATION, TURBO, algorithm, clones, gradients, leaves, networks, stem, unstacked
+from formulas import MIDDLE, SCALE, double, images, is_population, make_learner, noticing, pair, slopes
 
 ROWS, GAMMA, ALPHA = 12, 0.9, 0.6
 RATES = {"sac": ("policy_lr", "q_lr"), "td3": ("learning_rate",), "dqn": ("learning_rate",)}
@@ -18,7 +18,7 @@ each_sac = pytest.mark.parametrize("script", SACS, ids=stem)
 
 def make_off_policy(script, rate=0.0, tau=0.0, rows=ROWS, **kwargs):
     """A learner, and a batch for it that it learns from. Its target networks are others than its networks."""
-    settings = dict.fromkeys(RATES[name_of(script)], rate) | {"gamma": GAMMA, "tau": tau}
+    settings = dict.fromkeys(RATES[algorithm(script)], rate) | {"gamma": GAMMA, "tau": tau}
     if is_population(script):
         settings = {name: (value,) for name, value in settings.items()} | {"seeds": (1,)}
     learner = make_learner(script, batch_size=rows, buffer_size=100, **settings | kwargs)
@@ -28,10 +28,10 @@ def make_off_policy(script, rate=0.0, tau=0.0, rows=ROWS, **kwargs):
             tensor.data.mul_(torch.from_numpy(1 + 0.5 * generator.standard_normal(tensor.shape)))
     if hasattr(learner, "log_alpha"):
         learner.log_alpha.data.fill_(math.log(ALPHA))
-    batch = random_batch(generator, name_of(script), rows)
+    batch = random_batch(generator, algorithm(script), rows)
     center_values(learner, batch)
     sampled = tuple(batch.values())
-    if name_of(script) not in ATARI:
+    if algorithm(script) not in ATARI:
         sampled = batch if hasattr(learner.replay, "columns") else torch.cat([x.view(rows, -1) for x in sampled], 1)
     learner.replay.sample = lambda number: sampled[None] if is_population(script) else sampled
     return learner, batch
@@ -231,7 +231,7 @@ def test_sac_for_atari_computes_the_papers_losses_and_gradients(script):
 @pytest.mark.parametrize("script", [*SACS, *pair("sac_atari")], ids=stem)
 def test_alpha_moves_the_entropy_to_the_target(script):
     """Alpha falls while the entropy is a little above the target, and rises while it is a little below."""
-    if name_of(script) == "sac":
+    if algorithm(script) == "sac":
         target, rows = -3, 300
         policies = [[0.0] * 3 + [np.arctanh((log_std + 5) / 3.5 - 1)] * 3 for log_std in (-2.1, -2.3)]
     else:
@@ -297,7 +297,7 @@ def test_dqn_computes_the_papers_loss_and_gradient(script):
     learner.update()
     obs, next_obs, actions, *outcomes = batch.values()
     rewards, terminated = map(double, outcomes)
-    if name_of(script) == "dqn":
+    if algorithm(script) == "dqn":
         tensors = networks_of(learner)
         q, next_q = mlp(tensors["q"], double(obs)), mlp(tensors["target_q"], double(next_obs))
         bias = "4.bias"

@@ -15,7 +15,7 @@ import test_ppo
 import test_ppo_atari
 import test_pqn
 import test_replay
-from conftest import ENTRIES, load_copy
+from conftest import ENTRIES, TURBO, load_copy
 from emulated_cuda import emulated_cuda
 from test_training_on_cuda import OTHERS, SIZES, check_against_cpu, check_training, no_export
 
@@ -311,8 +311,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "dqn_atari",
         "loaded by rebinding after capture",
-        " tensor.copy_(state[name])",
-        " tensor.copy_(state[name])\n            self.stored = self.stored.clone()",
+        "load_tensors(tensors, {",
+        "self.q = self.networks['q'] = copy.deepcopy(self.q)\n        load_tensors(self.tensors(), {",
         CONTINUES,
     ),
     (
@@ -515,7 +515,7 @@ def test_the_page_counts_the_planted_bugs():
     counted = 0
     for kind, words in KINDS.items():
         bugs = [bug for bug in BUGS if re.search(words, bug[1])]
-        row = re.search(rf"^\| {kind} \| .* \| (.*) \| {len(bugs)} \|$", PAGE, re.M)
-        assert row and set(row[1].split(", ")) == {bug[0] for bug in bugs}, (kind, len(bugs))
+        scripts = ", ".join(name for name in TURBO if name in {bug[0] for bug in bugs})
+        assert re.search(rf"^\| {kind} \| .* \| {scripts} \| {len(bugs)} \|$", PAGE, re.M), (kind, scripts, len(bugs))
         counted += len(bugs)
     assert counted == len(BUGS)

@@ -19,7 +19,6 @@ from conftest import (
     ON_DEVICE,
     Countdown,
     DiscreteCountdown,
-    algorithm,
     assert_same_state,
     countdown,
     entry_of,
@@ -149,7 +148,7 @@ gym.register("WholeNumbers-v0", entry_point=Countdown, kwargs={"low": [-2], "hig
 @pytest.mark.parametrize("script", script_params(left_out=GAMES))
 def test_actions_that_are_refused(script, name, tmp_path, capsys):
     no_bounds_needed = name == "LargestNumbers-v0" and entry_of(script).on_device
-    if algorithm(script) not in ("dqn", "pqn") and not no_bounds_needed:
+    if not no_bounds_needed:
         args = script.Args(**tiny(script) | {"env_id": name, "total_timesteps": 100}, run_dir=str(tmp_path))
         assert refused(capsys, lambda: script.train(args)).startswith(f"error: --env-id {name}: actions must be ")
 
@@ -162,7 +161,8 @@ def test_an_environment_that_exits(script, tmp_path):
     (folder,) = tmp_path.iterdir()
     step = summary(folder)["global_step"]
     assert ended.value.code == f"error: step {step}: the environment ended the program with sys.exit(None)"
-    assert step >= 149 and torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] == step
+    assert step == 149 or (entry_of(script).on_device and step > 149)  # with steps that reset, in all environments
+    assert torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"] == step
     assert (folder / "policy.pt2").exists()
 
 

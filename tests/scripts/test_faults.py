@@ -21,6 +21,7 @@ from conftest import (
     Countdown,
     DiscreteCountdown,
     countdown,
+    entry_of,
     learner_class,
     leaves,
     script_params,
@@ -319,7 +320,8 @@ def test_nan_of_an_environment_ends_the_run(script, what, tmp_path):
     assert "NaN in observations or rewards" in error.value.code
     (folder,) = tmp_path.iterdir()
     checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
-    assert 100 <= checkpoint["global_step"] <= 160
+    latest = 160 if entry_of(script).on_device else 100  # steps that reset come on top
+    assert 100 <= checkpoint["global_step"] <= latest
     assert all(leaf.isfinite().all() for _, leaf in leaves(checkpoint["learner"]) if torch.is_tensor(leaf))
     json.loads((folder / "summary.json").read_text(), parse_constant=pytest.fail)
 

@@ -13,6 +13,7 @@ import torch
 from conftest import (
     AGENTS,
     ATARI,
+    DISCRETE,
     GAMES,
     ON_DEVICE,
     SIMULATORS,
@@ -245,9 +246,6 @@ def test_observations_of_several_parts_are_flattened(script, env_id):
     envs = script.make_envs(script.Args(env_id=f"{prefix}{env_id}", num_envs=2), None)
     obs, *_ = envs.reset(seed=1)
     assert obs.ndim == 2 and obs.shape == (2, *envs.single_observation_space.shape)
-
-
-DISCRETE = dict.fromkeys(("dqn", "pqn"), "its actions are discrete")
 
 
 @pytest.mark.parametrize("script", script_params(left_out=GAMES | DISCRETE))

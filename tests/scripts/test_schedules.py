@@ -18,13 +18,14 @@ from conftest import (
     PLAIN,
     POPULATION,
     TURBO,
+    algorithm,
     countdown,
     entry_of,
     learner_class,
     script_params,
     train,
 )
-from formulas import assert_noticed, is_population, name_of, planted
+from formulas import assert_noticed, is_population, planted
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_atari_off_policy_runs import StackingPool
 from test_ppo_atari import GAMES, with_resets
@@ -48,8 +49,8 @@ def sizes_of(script):
     """Those of SIZES that a script has, in an environment with short episodes."""
     defaults = vars(script.Args())  # of a population, tuples
     own = {name: value for name, value in SIZES.items() if not isinstance(defaults.get(name, ()), tuple)}
-    own |= OF_LEARNERS.get(name_of(script), {})
-    return own if name_of(script) in ATARI else own | {"env_id": countdown(script, "Truncates")}
+    own |= OF_LEARNERS.get(algorithm(script), {})
+    return own if algorithm(script) in ATARI else own | {"env_id": countdown(script, "Truncates")}
 
 
 def clock(step, first):
@@ -69,7 +70,7 @@ class Part:
             patch.setattr(script, "LOG_INTERVAL", 10, raising=False)
             patch.setattr(script.time, "perf_counter", self.now)
             leave_out_learning(script, patch)
-            if name_of(script) in ATARI:
+            if algorithm(script) in ATARI:
                 patch.setattr(script, "make_pool", self.make_pool)
             args = script.Args(**settings | kwargs, run_dir=str(run_dir))
             known = set(run_dir.glob("*"))
@@ -123,7 +124,7 @@ def leave_out_learning(script, patch):
     learner = script.SACPopulation if is_population(script) else learner_class(script)
     if is_on_policy(script):
         patch.setattr(learner, "learn_epoch", lambda learner, *batch: {}, raising=False)  # of images
-        if name_of(script) == "pqn_atari":
+        if algorithm(script) == "pqn_atari":
             patch.setattr(learner, "update_minibatch", lambda learner, *rows: None)
     elif not entry_of(script).on_device:  # where `update` also stores, and networks are small
         patch.setattr(learner, "update", count)
@@ -199,7 +200,7 @@ def episodes(script, first, last):
         reward, letters = 1, "." * (LENGTH - 1) + "t"
         if entry_of(script).on_device:
             letters += "s"  # gymnasium's environments are reset in a step of their own, which does not count
-        if name_of(script) in ATARI:
+        if algorithm(script) in ATARI:
             reward, letters = i + 1, with_resets(GAMES[i])  # after an end a step that starts the next game
         total = length = 0
         for t in range((last - first) // NUM_ENVS):
@@ -234,7 +235,7 @@ def check_seeds(script, *parts):
     """Environments get the seed and the step that the run begins with; so do action spaces that are sampled."""
     for part, first, _ in each(script, *parts):
         assert [seed for seed in part.resets + part.pools if seed is not None] == [SEED + first]
-        assert part.samplers == [SEED + first] * (name_of(script) in ("sac", "td3"))
+        assert part.samplers == [SEED + first] * (algorithm(script) in ("sac", "td3"))
 
 
 def check_rates(script, *parts):
@@ -254,7 +255,7 @@ def check_updates(script, *parts):
 
 def check_exploration(script, *parts):
     """DQN's and PQN's probability of random actions falls from 0.9 to 0.1 over half of the run."""
-    if name_of(script).startswith(("dqn", "pqn")):
+    if hasattr(script.Args, "start_e"):
         for (part, first, steps), total in zip(each(script, *parts), ENDS, strict=True):
             wanted = [0.9 - 0.8 * min(step / (total / 2), 1) for step in range(first, steps[-1], NUM_ENVS)]
             assert part.exploration == pytest.approx(wanted)

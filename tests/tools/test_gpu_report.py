@@ -249,6 +249,16 @@ def test_names_that_programs_outside_of_the_repository_read():
     assert algorithms.ALGORITHMS["dqn"].env_id == "CartPole-v1"
 
 
+def test_the_report_has_four_algorithms_and_with_everything_eight():
+    assert cases.FOUR == (
+        "sac_continuous_action",
+        "ppo_atari_envpool",
+        "ppo_continuous_action",
+        "td3_continuous_action",
+    )
+    assert len(cases.CASES) == 8
+
+
 @pytest.mark.parametrize(
     "flags, cores, wanted", [((), 16, cases.FOUR), (("everything",), 16, cases.CASES), (("everything",), 4, cases.FOUR)]
 )
