@@ -39,7 +39,9 @@ def test_counts_are_those_in_the_file(algo, mode):
 @pytest.mark.parametrize("script", script_params(TURBO.values(), SIMULATORS))
 def test_graphs_hold_all_operators_and_change_no_copy_and_no_wait(script):
     """Of scripts with environments on the device only compiled code is counted."""
-    eager, captured = (DATA["scripts"][entry_of(script).script][mode] for mode in ("eager", "cudagraphs"))
+    algo = entry_of(script).script
+    assert algo in DATA["scripts"], f"count {algo}: python -m benchmark.studies.launches --write"
+    eager, captured = (DATA["scripts"][algo][mode] for mode in ("eager", "cudagraphs"))
     batched = hasattr(learner_class(script), "q_values")  # eager critics run one after the other
     for part, counts in captured.items():
         launched = counts.get("operators", 0) + counts.get("nodes", 0)
