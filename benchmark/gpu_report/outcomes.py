@@ -1,7 +1,9 @@
 """A plugin of pytest that appends the outcome of each test to the file $NINE_OUTCOMES at once, as JSON."""
 
+import functools
 import json
 import os
+import subprocess
 
 import pytest
 
@@ -23,7 +25,7 @@ class Outcomes:
 
 
 def pytest_configure(config):
-    if hasattr(config, "workerinput"):  # a worker of pytest-xdist, whose reports reach the process that started it
-        end_with_parent()
-    else:
+    if not hasattr(config, "workerinput"):  # not in a worker of pytest-xdist, whose reports reach us
         config.pluginmanager.register(Outcomes())
+        # the workers end with us from their first moment: one that stands still could not end by itself
+        subprocess.Popen = functools.partial(subprocess.Popen, preexec_fn=end_with_parent)

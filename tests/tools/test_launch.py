@@ -655,9 +655,9 @@ def test_a_search_space_can_be_a_file(script, tmp_path, capsys):
     assert repr(space["learning-rate"]) == "FloatDistribution(high=1.0, log=True, low=0.1, step=None)"
     assert repr(space["threads"]) == "IntDistribution(high=4, log=False, low=1, step=1)"
     remedy = "give low and high, both numbers, and optionally log = true, or a list of choices"
-    refused = {entry: f"learning-rate: {remedy}" for entry in NO_ENTRIES}
-    refused["low = nan\nhigh = 1"] = "learning-rate: give finite numbers"
-    for entry, said in refused.items():
+    faults = {entry: f"learning-rate: {remedy}" for entry in NO_ENTRIES}
+    faults["low = nan\nhigh = 1"] = "learning-rate: give finite numbers"
+    for entry, said in faults.items():
         path.write_text(f"[learning-rate]\n{entry}")
         assert refused(capsys, tuning.search_space, orders.Script(script), args) == f"--space {path}: {said}"
 
