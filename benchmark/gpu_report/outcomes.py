@@ -27,5 +27,5 @@ class Outcomes:
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # not in a worker of pytest-xdist, whose reports reach us
         config.pluginmanager.register(Outcomes())
-        # the workers end with us from their first moment: one that stands still could not end by itself
-        subprocess.Popen = functools.partial(subprocess.Popen, preexec_fn=end_with_parent)
+        # workers end with us from their first moment: one that stands still could not end by itself
+        subprocess.Popen.__init__ = functools.partialmethod(subprocess.Popen.__init__, preexec_fn=end_with_parent)

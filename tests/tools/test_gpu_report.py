@@ -159,9 +159,10 @@ def test_what_there_was_no_time_for_is_named(rehearsal, monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_report_leaves_complete_files_and_no_process(number, rehearsal):
-    """Also while PQN trains, and its other modes, pytest and the workers of pytest stand still."""
+    """Also while PQN trains, and its other modes, pytest and the workers of pytest, which still start, stand still."""
     rehearsal.write({"dqn compile": "is never warm"})
-    rehearsal.tests.write_text("import time\n\ndef test_good():\n    time.sleep(600)\n")
+    in_workers = "import sys, time\n\nif sys.argv[0] == '-c':\n    time.sleep(600)\n"
+    rehearsal.tests.with_name("conftest.py").write_text(in_workers)
     code = "from benchmark.gpu_report import __main__ as report, measure, programs\n"
     code += f"programs.TURNS, measure.SLICE = ({str(rehearsal.stand_in)!r},), 0.2\n"
     code += "measure.room = lambda: 99\n"
