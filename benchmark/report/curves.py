@@ -35,6 +35,9 @@ COLUMNS = (*KEY, "episodic_return")
 MINUTES = "minutes"
 LAST = 40  # episodes of a run that `collect` prints the mean of
 RANDOM = "random"  # exp_name of the rows of `measure_random`
+NOT_LEARNED = {"exp_name", "seed", "run_dir", "resume", "checkpoint_interval", "capture_video", "threads", "cuda"}
+NOT_LEARNED |= {"track", "wandb_project_name", "wandb_entity", "torch_deterministic", "versions"}
+MAY_CHANGE = {"total_timesteps", "device"}  # where a run is resumed
 
 
 def mean_and_error(returns):
@@ -53,8 +56,8 @@ def collect(
     """Write the returns of all runs under `run_dir`, or another scalar of theirs: exp_name, env_id, seed, step, value.
 
     A row is the mean over the values that are logged within `steps` steps: short episodes would make a long file.
-    With `minutes` it ends with the minutes since the run's start.
-    A JSON file beside it has the date and the editions of the scripts.
+    With `minutes` it ends with the minutes since the run's start. Runs of one exp_name must have the same flags.
+    A JSON file beside it has the date, the devices and the editions of the scripts.
     """
     if steps < 1:
         refuse("steps", steps, "give at least 1")
@@ -62,6 +65,8 @@ def collect(
     name = tag.split("/")[-1]
     logged = defaultdict(list)
     scripts = set()
+    devices = set()
+    known = {}
     for path in sorted(run_dir.rglob("summary.json")):
         config = read_json(path.with_name("config.json"))
         run = read_events(path.parent)
@@ -69,6 +74,8 @@ def collect(
         if not events:
             note(f"{path.parent}: it has no {tag}, or its events are damaged; left out")
             continue
+        require_same_flags(run_dir, config, known)
+        devices.add(config["device"])
         last = mean_and_error([event.value for event in events[-LAST:]])
         print(f"{path.parent.name}: {name} {last} in the last {LAST} logs, up to step {events[-1].step}")
         scripts |= {copy for copy in path.parent.glob("*.py") if editions.script(copy.stem)}
@@ -82,10 +89,24 @@ def collect(
         rows.append([*key, f"{value:.4g}"] + [f"{time:.2f}"] * minutes)
     if not rows:
         stop(f"{run_dir}: no run that is finished has {tag}; give a folder of such runs ({output} is as it was)")
+    here, there = (", ".join(sorted(names)) for names in (devices, measured(output).get("devices", devices)))
+    if output.exists() and here != there:
+        refuse("output", output, f"its runs are those of {there}, not {here}; give another file, or delete this one")
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([[*KEY, name] + [MINUTES] * minutes, *rows])
     replace(output, text.getvalue())
-    store(output.with_suffix(".json"), editions.today(*sorted(scripts)))
+    store(output.with_suffix(".json"), editions.today(*sorted(scripts)) | {"devices": sorted(devices)})
+
+
+def require_same_flags(run_dir, config, known):
+    """Exit if a run's flags differ from those `known` of its exp_name, and so the two would not be one curve."""
+    for name, value in config.items():
+        if name in NOT_LEARNED or (config.get("resume") and name in MAY_CHANGE):
+            continue
+        other = known.setdefault((config["exp_name"], name), value)
+        if value != other:
+            remedy = "collect them from separate folders into separate files"
+            stop(f"{run_dir}: runs of {config['exp_name']} have {name} {other} and {value}; {remedy}")
 
 
 def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 1, num_envs: int = 8, games: int = 16):

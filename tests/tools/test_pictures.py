@@ -130,13 +130,13 @@ def test_a_random_policy_is_a_dashed_line(tmp_path, monkeypatch):
     assert line.get_linestyle() == "--" and list(line.get_ydata()) == [2.5, 2.5]
 
 
-def write_run(folder, *values, tag=curves.RETURN):
-    """A finished run that has logged `values`."""
+def write_run(folder, *values, tag=curves.RETURN, **flags):
+    """A finished run with these flags that has logged `values`."""
     with SummaryWriter(folder) as writer:
         for i, value in enumerate(values):
             writer.add_scalar(tag, value, 10 * (i + 1))
-    config = {"exp_name": "ppo", "env_id": "Pong-v5", "seed": 1}
-    (folder / "config.json").write_text(json.dumps(config))
+    config = {"exp_name": "ppo", "env_id": "Pong-v5", "seed": 1, "device": "cpu"}
+    (folder / "config.json").write_text(json.dumps(config | flags))
     (folder / "summary.json").write_text("{}")
 
 
@@ -165,6 +165,43 @@ def test_runs_are_collected(tmp_path, capsys):
     left_out = [tmp_path / "damaged", tmp_path / "silent"]
     reason = "it has no charts/episodic_return, or its events are damaged; left out"
     assert capsys.readouterr().err.splitlines() == [f"note: {folder}: {reason}" for folder in left_out]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("gamma", (0.1, 0.99)), ("env_id", ("Pong-v5", "Breakout-v5")), ("device", ("cpu", "NVIDIA H200"))],
+)
+def test_runs_with_other_flags_are_not_one_curve(name, values, tmp_path, capsys):
+    for i, value in enumerate(values):
+        write_run(tmp_path / str(i), 1.0, **{"seed": i, name: value})
+    line = refused(capsys, curves.collect, tmp_path, tmp_path / "curves.csv")
+    remedy = "collect them from separate folders into separate files"
+    assert line == f"{tmp_path}: runs of ppo have {name} {values[0]} and {values[1]}; {remedy}"
+    assert not (tmp_path / "curves.csv").exists()
+
+
+def test_what_changes_nothing_learned_may_differ(tmp_path):
+    """Seeds and folders; of another experiment all flags; of a resumed run its steps and its device too."""
+    write_run(tmp_path / "a", 1.0, seed=1, run_dir="a", total_timesteps=10)
+    write_run(tmp_path / "b", 2.0, seed=2, run_dir="b", total_timesteps=10, track=True)
+    write_run(tmp_path / "c", 3.0, seed=1, exp_name="other", total_timesteps=90)
+    write_run(tmp_path / "0", 4.0, seed=3, total_timesteps=20, resume="runs/b", device="NVIDIA H200")
+    curves.collect(tmp_path, tmp_path / "curves.csv")
+    rows = (tmp_path / "curves.csv").read_text().splitlines()[1:]
+    assert rows == ["other,Pong-v5,1,10,3", "ppo,Pong-v5,1,10,1", "ppo,Pong-v5,2,10,2", "ppo,Pong-v5,3,10,4"]
+    assert json.loads((tmp_path / "curves.json").read_text())["devices"] == ["NVIDIA H200", "cpu"]
+
+
+def test_a_file_of_another_device_is_not_replaced(tmp_path, capsys):
+    output = tmp_path / "curves.csv"
+    write_run(tmp_path / "cpu", 1.0)
+    write_run(tmp_path / "cuda", 2.0, device="NVIDIA H200")
+    for _ in range(2):
+        curves.collect(tmp_path / "cpu", output)
+    before = output.read_text()
+    line = refused(capsys, curves.collect, tmp_path / "cuda", output)
+    said = "its runs are those of cpu, not NVIDIA H200; give another file, or delete this one"
+    assert line == f"--output {output}: {said}" and output.read_text() == before
 
 
 def test_curves_can_be_against_minutes(tmp_path, monkeypatch):
