@@ -8,7 +8,6 @@ and importing an environment can execute code: evaluate only runs that you trust
 
 import json
 import logging
-import sys
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -88,7 +87,7 @@ def find_env(run, folder, env_id, seed, render_mode):
     except gym.error.UnregisteredEnv:
         remedy = f"pip install envpool if it is an Atari game, or name it MODULE:{env_id} in config.json"
         stop(f"RUN {run}: neither gymnasium nor envpool has its environment {env_id}; {remedy}")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if render_mode:
             stop(f"--video: {env_id} cannot be made to render ({one_line(error)}); leave it out")
         stop(f"RUN {run}: {env_id} cannot be made ({one_line(error)}); install or correct what it needs")
@@ -107,27 +106,43 @@ def try_policy(run, act, env, env_id):
         stop(f"RUN {run}: its policy gives {action}, which is not in {env_id}'s {env.action_space}; {remedy}")
 
 
-def evaluate(env, act, args):
-    """Returns of whole episodes, and the number of episodes cut. Ctrl-C ends it early."""
-    returns = []
-    cut = 0
+def evaluate(env, act, args, played):
+    """Play episodes, and append each to `played`."""
     with tqdm(unit=" steps", dynamic_ncols=True) as bar:
 
         def act_and_count(obs, begins):
+            if np.isnan(obs).any():
+                raise SystemExit(f"error: episode {len(played) + 1}: an observation is NaN; correct the environment")
             bar.update()
             return act(obs, begins)
 
         episodes = islice(play(env, act_and_count, args.seed, args.max_steps), args.episodes)
         bar.set_description_str(f"episode 1 of {args.episodes}")
-        try:
-            for episode in episodes:
-                returns.append(episode.total)
-                cut += not episode.ended
-                bar.set_postfix({"return": f"{episode.total:.2f}"}, refresh=False)
-                bar.set_description_str(f"episode {min(len(returns) + 1, args.episodes)} of {args.episodes}")
-        except KeyboardInterrupt:
-            pass
-    return returns, cut
+        for episode in episodes:
+            played.append(episode)
+            bar.set_postfix({"return": f"{episode.total:.2f}"}, refresh=False)
+            bar.set_description_str(f"episode {min(len(played) + 1, args.episodes)} of {args.episodes}")
+
+
+def report(played, args):
+    """Print the returns of the episodes, all or those before an early end."""
+    cut = sum(not episode.ended for episode in played)
+    if cut:
+        note(f"{cut} of {len(played)} episodes did not end and were cut after {args.max_steps} steps (--max-steps)")
+    if played:
+        returns = [episode.total for episode in played]
+        mean, deviation = np.mean(returns), np.std(returns)
+        print(f"{len(played)} episodes: mean return {mean:.2f}, standard deviation {deviation:.2f}")
+    if len(played) < args.episodes:
+        note(f"stopped after {len(played)} of {args.episodes} episodes")
+
+
+def close(env, env_id):
+    """Close an environment; an error in that does not change what it has earned."""
+    try:
+        env.close()
+    except (Exception, SystemExit) as error:
+        note(f"{env_id} cannot be closed ({one_line(error)})")
 
 
 def main(words):
@@ -147,13 +162,11 @@ def main(words):
         except Exception as error:  # renderers may raise anything
             remedy = "leave it out, or try MUJOCO_GL=egl where there is no display"
             stop(f"--video: {env_id} cannot be recorded ({one_line(error)}); {remedy}")
-    returns, cut = evaluate(env, act, args)
-    env.close()
-    if cut:
-        note(f"{cut} of {len(returns)} episodes did not end and were cut after {args.max_steps} steps (--max-steps)")
-    if returns:
-        mean, deviation = np.mean(returns), np.std(returns)
-        print(f"{len(returns)} episodes: mean return {mean:.2f}, standard deviation {deviation:.2f}")
-    if len(returns) < args.episodes:
-        note(f"stopped after {len(returns)} of {args.episodes} episodes")
-        sys.exit(130)
+    played = []
+    try:
+        evaluate(env, act, args, played)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    finally:
+        report(played, args)
+        close(env, env_id)

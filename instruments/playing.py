@@ -1,5 +1,6 @@
 """Whole episodes in one environment, for evaluation, videos and the random baseline."""
 
+import contextlib
 import importlib
 import warnings
 from dataclasses import dataclass
@@ -21,22 +22,35 @@ class Episode:
     """False if cut after the maximum number of steps"""
 
 
+@contextlib.contextmanager
+def without_exit():
+    """Turn an environment's sys.exit into an error: the program would end as if it were done."""
+    try:
+        yield
+    except SystemExit as end:
+        raise RuntimeError(f"the environment ended the program with sys.exit({end.code})") from end
+
+
 def play(env, act, seed, max_steps=MAX_STEPS):
     """Play episodes one after another, endlessly; yields each as an Episode.
 
     `act` maps an observation of `env`, and whether it begins an episode, to an action. `seed` seeds the first episode.
     """
-    obs, _ = env.reset(seed=seed)
+    with without_exit():
+        obs, _ = env.reset(seed=seed)
     while True:
         total = 0.0
         for t in range(max_steps):
-            obs, reward, terminated, truncated, _ = env.step(act(obs, t == 0))
+            action = act(obs, t == 0)
+            with without_exit():
+                obs, reward, terminated, truncated, _ = env.step(action)
             total += float(reward)
             ended = bool(terminated or truncated)
             if ended:
                 break
         yield Episode(total, ended)
-        obs, _ = env.reset()
+        with without_exit():
+            obs, _ = env.reset()
 
 
 def random_returns(env_id, seed, episodes):

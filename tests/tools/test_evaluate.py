@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from functools import partial
 from itertools import islice
 
@@ -93,7 +94,34 @@ class Blank(Corridor):
         return None
 
 
+class Broken(Corridor):
+    """Something is wrong in the third of its episodes, or when it closes."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+        self.episodes = 0
+
+    def reset(self, *, seed=None, options=None):
+        self.episodes += 1
+        if self.episodes == 3 and self.at == "reset":
+            sys.exit()
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        if self.episodes == 3 and self.at == "step":
+            sys.exit(0)
+        return obs * np.nan if self.episodes == 3 and self.at == "NaN" else obs, *rest
+
+    def close(self):
+        if self.at == "close":
+            raise OSError("no")
+
+
 gym.register("Corridor-v0", entry_point=Corridor)
+for at in ("reset", "step", "NaN", "close"):
+    gym.register(f"Broken-{at}-v0", entry_point=Broken, kwargs={"at": at})
 gym.register("DoubleCorridor-v0", entry_point=Corridor, kwargs={"dtype": np.float64})
 gym.register("EndlessCorridor-v0", entry_point=Corridor, kwargs={"length": -1})
 gym.register("PartsCorridor-v0", entry_point=Parts)
@@ -252,6 +280,29 @@ gym.register("Slow-v0", entry_point=Slow)
     assert done.stdout == "1 episodes: mean return 10.00, standard deviation 0.00\n"
     assert "note: stopped after 1 of 10 episodes" in done.stderr
     assert "note: imports the module slow" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("at", ["reset", "step"])
+def test_an_environment_that_ends_the_program(at, make_run, capsys):
+    """This is an error, whatever its exit code; episodes before that are printed."""
+    with pytest.raises(RuntimeError, match=r"the environment ended the program with sys.exit\("):
+        evaluate(make_run(f"Broken-{at}-v0", Fixed([1.0]), (2,)))
+    out, err = capsys.readouterr()
+    assert out.startswith("2 episodes: mean return 5.00,") and "note: stopped after 2 of 10 episodes" in err
+
+
+def test_observations_that_are_nan(make_run, capsys):
+    with pytest.raises(SystemExit) as ended:
+        evaluate(make_run("Broken-NaN-v0", Fixed([1.0]), (2,)))
+    assert ended.value.code == "error: episode 3: an observation is NaN; correct the environment"
+    assert capsys.readouterr().out.startswith("2 episodes: mean return 5.00,")
+
+
+def test_an_environment_that_cannot_be_closed(make_run, capsys):
+    evaluate(make_run("Broken-close-v0", Fixed([1.0]), (2,)))
+    out, err = capsys.readouterr()
+    assert out.startswith("10 episodes: mean return 5.00,")
+    assert err.endswith("note: Broken-close-v0 cannot be closed (OSError: no)\n")
 
 
 def test_an_environment_that_nobody_registers(make_run, refusal):
