@@ -11,6 +11,7 @@ vector environments. Observations, rewards, terminations, resets and the time li
 - Everything is a tensor on the device (the GPU if there is one), float32 or bool. A step does not wait for the device.
 - Humanoid's solver is Newton, since MuJoCo Warp does not have PGS.
 - A world whose state becomes NaN or exceeds 1e10 ends its episode. MuJoCo would put it back to its initial state.
+- The reward for an action that is NaN or infinite is NaN in all tasks.
 - Infos hold `final_obs`, the last observations of the episodes that ended. They do not hold the parts of the reward.
 
 A step replays a graph of `frame_skip` steps of the simulator, recorded by Warp, on a CPU as on CUDA. All of this ran on
@@ -45,6 +46,8 @@ class MujocoWarp(gym.vector.VectorEnv):
     """`num_envs` worlds of a task, with SAME_STEP autoreset. `kwargs` are those of gymnasium's class."""
 
     def __init__(self, name, num_envs, max_episode_steps, device=None, **kwargs):
+        if kwargs.get("frame_skip", 1) < 1:
+            raise ValueError(f"frame_skip={kwargs['frame_skip']}: give a number from 1")
         self.task, self.num_envs, self.max_episode_steps = TASKS[name], num_envs, max_episode_steps
         self.device = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
         environment = load_env_creator(gym.spec(name).entry_point)
@@ -110,6 +113,8 @@ class MujocoWarp(gym.vector.VectorEnv):
         return self.obs, {}
 
     def step(self, actions):
+        if actions.shape != self.action_space.shape:
+            raise ValueError(f"actions of shape {tuple(actions.shape)}: give {self.action_space.shape}")
         self.ctrl.copy_(actions)
         self.launch(self.simulate)
         self.steps += 1
@@ -121,7 +126,7 @@ class MujocoWarp(gym.vector.VectorEnv):
         rewards, terminated = self.task.outcome(self, actions, velocity)
         diverged = ~(torch.cat((self.qpos, self.qvel), 1).abs() < LARGEST).all(1)  # also if NaN
         final_obs = final_obs.masked_fill(diverged[:, None], 0.0)
-        rewards = rewards.masked_fill(diverged, 0.0)
+        rewards = rewards.masked_fill(diverged, 0.0) + 0 * actions.sum(1)  # NaN after an action that is not finite
         terminated = terminated | diverged
         truncated = self.steps >= self.max_episode_steps
 

@@ -1,6 +1,7 @@
 """environments/mujoco_warp.py beside gymnasium's environments, and the rules for vector environments."""
 
 import functools
+import re
 import sys
 
 import gymnasium as gym
@@ -216,6 +217,30 @@ def test_a_world_that_diverges_ends(value):
         assert not terminated.any()
 
 
+@pytest.mark.parametrize("name", ["Hopper-v5", "InvertedPendulum-v5"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_an_action_that_is_not_finite_shows_in_the_reward(name, value):
+    """Also where actions cost nothing. Nothing of it is left in the next step."""
+    envs = make(name)
+    envs.reset(seed=1)
+    still, spoilt = torch.zeros(2, *envs.action_space.shape)
+    spoilt[3, 0] = value
+    _, rewards, *_ = envs.step(spoilt)
+    assert rewards.isnan().nonzero().tolist() == [[3]]
+    obs, rewards, *_ = envs.step(still)
+    assert obs.isfinite().all() and rewards.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (WORLDS, 1), (3,), (WORLDS, 4)])
+def test_actions_of_another_shape_are_refused(shape):
+    envs = make("Hopper-v5")
+    envs.reset(seed=1)
+    before = envs.qpos.clone()
+    with pytest.raises(ValueError, match=rf"actions of shape {re.escape(str(shape))}: give \({WORLDS}, 3\)"):
+        envs.step(torch.zeros(shape))
+    assert torch.equal(envs.qpos, before)
+
+
 def test_tensors_are_the_callers():
     """Whatever has been returned stays as it is."""
     envs = make("Hopper-v5")
@@ -254,6 +279,12 @@ def test_keyword_arguments_are_gymnasiums(name, kwargs, tmp_path):
 def test_an_unknown_keyword_argument():
     with pytest.raises(TypeError, match="healthy_x_range"):
         gym.make_vec("warp/Hopper-v5", num_envs=1, healthy_x_range=(0, 1))
+
+
+@pytest.mark.parametrize("frame_skip", [0, -1])
+def test_a_step_without_a_simulation_is_refused(frame_skip):
+    with pytest.raises(ValueError, match=f"frame_skip={frame_skip}: give a number from 1"):
+        gym.make_vec("warp/Hopper-v5", num_envs=1, frame_skip=frame_skip)
 
 
 def test_one_environment_is_gymnasiums():
