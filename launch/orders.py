@@ -148,6 +148,12 @@ def refuse_ours(name, given, ours):
         stop(f"{given}: leave it out; {ours[name]}")
 
 
+def refuse_empty(name, env_ids):
+    """Refuse an empty environment, which would be the script's default."""
+    if "" in env_ids:
+        refuse(name, "''", "name an environment, or leave this out")
+
+
 def check_flags(script, flags, taken, ours):
     """Refuse flags after the two dashes that the script does not have or that are also given before the dashes.
 

@@ -67,6 +67,7 @@ def parse(words, kind, name, description):
 
 def main(words):
     args, flags = parse(words, Args, "run", __doc__)
+    orders.refuse_empty("env-ids", args.env_ids)
     script = orders.Script(args.script)
     todo = list(orders.orders(script, args.env_ids, args.grid, args.seeds, flags, args.out, args.threads))
     with folder_of(args.out, script) as folder:

@@ -316,6 +316,7 @@ class Bracket:
 def main(words):
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     args, flags = parse(words, Args, "tune", __doc__)
+    orders.refuse_empty("env-id", [args.env_id])
     script = orders.Script(args.script)
     from_low(1, args, "trials", "rungs")
     from_low(0, args, "search_seed")

@@ -364,6 +364,7 @@ def add_summary(folder, **content):
         ("-- --resume x", "--resume: leave it out; launch resumes"),
         ("--grid threads 1 --grid threads 2", "--grid threads: give it once, with all of its values"),
         ("--grid threads 1 -- --threads=2", "--threads=2: leave it out here; .*"),
+        ("--env-ids Walk-v0 ''", "--env-ids '': name an environment, or leave this out"),
         ("--seeds", "--seeds : give at least one"),
         ("--seeds 1 2 1", "--seeds 1: give it once"),
         ("--seeds -1", "--seed -1: give a number from 0"),
@@ -382,7 +383,7 @@ def add_summary(folder, **content):
     ],
 )
 def test_bad_input_is_refused_in_one_line(script, words, said, capsys):
-    line = refused(capsys, run.main, [str(script), "--out", str(script.parent / "runs"), *words.split()])
+    line = refused(capsys, run.main, [str(script), "--out", str(script.parent / "runs"), *shlex.split(words)])
     assert re.fullmatch(said, line), line
     assert not (script.parent / "runs").exists()
 
@@ -614,6 +615,7 @@ def test_a_search_goes_on_where_a_crash_has_cut_its_journal(cut, script):
         ("--range learning-rate 2 1", "--range learning-rate 2 1: .*"),
         ("--choice threads 1 many", "walk.py does not accept --threads=many; see python .* --help"),
         ("--choice threads", "--choice threads: give its values"),
+        ("--choice threads 1 --env-id ''", "--env-id '': name an environment, or leave this out"),
         ("--space none.toml", "--space none.toml: give a TOML file .*"),
         ("--choice threads 1 --trials 0", "--trials 0: give a finite number from 1"),
         ("--choice threads 1 --search-seed -1", "--search-seed -1: give a finite number from 0"),
@@ -637,7 +639,7 @@ def test_a_search_goes_on_where_a_crash_has_cut_its_journal(cut, script):
     ],
 )
 def test_bad_search_spaces_are_refused_in_one_line(script, words, said, capsys):
-    line = refused(capsys, tuning.main, [str(script), "--out", str(script.parent / "runs"), *words.split()])
+    line = refused(capsys, tuning.main, [str(script), "--out", str(script.parent / "runs"), *shlex.split(words)])
     assert re.fullmatch(said, line), line
     assert not (script.parent / "runs").exists()
 
