@@ -36,6 +36,20 @@ for cells in rows:
 END
 }
 
+for word in "$@"; do
+  case $word in
+    -h | --help)
+      sed -n '2,/^[^#]/s/^# \?//p' tools/versions.sh
+      exit
+      ;;
+    [0-9]*) ;;
+    *)
+      echo "error: $word: give versions of torch, such as 2.13, or --help" >&2
+      exit 2
+      ;;
+  esac
+done
+
 mkdir -p .versions
 [ $# -gt 0 ] || set -- 2.11 2.12 2.13 2.14 2.15
 row Python "${packages[@]}" tests

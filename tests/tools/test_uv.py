@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from copies import ROOT
+from helpers import error_of
 
 from common.algorithms import ALGORITHMS
 
@@ -46,6 +47,23 @@ def test_a_script_names_the_required_packages(script):
     if not script.stem.endswith("_torchcompile"):
         packages = [package for package in packages if not package.startswith("tensordict")]
     assert metadata(script.read_text()) == {"requires-python": ">=3.11,<3.15", "dependencies": packages}
+
+
+def versions(*words):
+    """tools/versions.sh where there is no uv, so that it cannot install anything."""
+    words = [ROOT / "tools" / "versions.sh", *words]
+    return subprocess.run(words, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+
+
+def test_other_versions_have_help():
+    done = versions("--help")
+    assert done.returncode == 0 and not done.stderr
+    assert done.stdout.startswith("Tests the scripts with other") and done.stdout.endswith("kept in .versions/.\n")
+
+
+@pytest.mark.parametrize("words", [["--typo"], ["2.13", "newest"]])
+def test_other_versions_are_numbers(words):
+    assert error_of(versions(*words)) == f"{words[-1]}: give versions of torch, such as 2.13, or --help"
 
 
 def uv_settings():
