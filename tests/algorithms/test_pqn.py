@@ -130,10 +130,15 @@ def wanted_targets(learner, steps):
     return forward_view(steps.rewards, next_values, steps.terminated, steps.ended, args.gamma, args.q_lambda)
 
 
-def check_targets(script, q_lambda=0.65, ends=0.15, num_steps=9):
-    """Targets equal the forward view, except those of steps that start an episode, from which nothing is learned."""
+def check_targets(script, q_lambda=0.65, ends=0.15, num_steps=16):
+    """Targets equal the forward view, except those of steps that start an episode, from which nothing is learned.
+
+    Episodes are terminated and truncated within a rollout of 16 steps, not only in its last step.
+    """
     learner = make(script, q_lambda=q_lambda, num_steps=num_steps, num_minibatches=1)
     steps = random_steps(learner, ends=ends)
+    within = [rows[:-1].any() for rows in (steps.terminated, steps.truncated, steps.is_reset)]
+    assert num_steps < 16 or within == [ends > 0, ends > 0, ends > 0 and is_atari(learner)]
     roll_out(learner, steps)
     played = ~steps.is_reset
     got, wanted = targets_of(learner, steps)[played], wanted_targets(learner, steps)[played]
@@ -146,7 +151,7 @@ def test_targets_are_means_of_returns(script, q_lambda, ends):
     check_targets(script, q_lambda, ends)
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 16, 33])
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 9, 33])
 @pytest.mark.parametrize("script", pair("pqn"), ids=stem)
 def test_targets_of_short_and_long_rollouts(script, num_steps):
     check_targets(script, num_steps=num_steps)
@@ -548,6 +553,8 @@ check_acting = test_a_share_of_the_actions_is_random
 TERMINATED = ' * (1 - rollout["terminated"])'
 NO_END = (TERMINATED, "", check_targets)
 GO_ON = (' * (1 - rollout["ended"][t])', "", check_targets)
+CUT = 'q_lambda * (1 - rollout["ended"]'
+GO_ON_CUT = (CUT, CUT.replace("ended", "terminated"), check_targets)
 SWAPPED = (".lerp(target, weight)", ".lerp(target, 1 - weight)", check_targets)
 CLIPPED = ("clip_grad_norm_(self.q.parameters(), self.args.max_grad_norm)", "clip_grad_norm_(self.q.parameters(), 1e9)")
 ALL_ROWS = ('.square(), rows["valid"])', ".square(), torch.ones_like(q))", check_loss)
@@ -578,12 +585,14 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who notices
     (TURBO["pqn_atari"], "values of the same step", *SAME_STEP),
     (TURBO["pqn_atari"], "actions that are not kept", *NOT_KEPT),
     (TURBO["pqn_atari"], "no end of episodes", *NO_END),
+    (TURBO["pqn_atari"], "returns go on after a truncation", *GO_ON_CUT),
     (TURBO["pqn_atari"], "returns go on after the rollout", "        weights[-1] = 0\n", "", check_targets),
     (TURBO["pqn_atari"], "sign of the loss", "gradient(td_loss)", "gradient(-td_loss)", test_updates_descend),
     (TURBO["pqn_atari"], "rows and columns are exchanged", *EXCHANGED, test_images_are_normalized_as_torch_does),
     (PLAIN["pqn_atari"], "steps that start an episode are learned", *ALL_ROWS),
     (PLAIN["pqn_atari"], "no end of episodes", *NO_END),
     (PLAIN["pqn_atari"], "returns go on in the next episode", *GO_ON),
+    (PLAIN["pqn_atari"], "returns go on after a truncation", *GO_ON_CUT),
 ]
 
 
