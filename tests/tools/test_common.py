@@ -234,6 +234,35 @@ def test_seeds_are_thin_lines_and_their_mean_is_a_thick_one():
     assert published.get_ydata() == [5, 5] and axes.figure.get_suptitle() == "title"
 
 
+@pytest.mark.parametrize(("ended", "before"), [({"b": 4, "a": 10}, 14), ({"b": 4}, 13)])
+def test_a_curve_is_joined_from_three_parts(ended, before, tmp_path, monkeypatch):
+    """Parts are in the order of their training, not of their names. The third one goes on from step 20.
+
+    A part that was killed has no summary: its seconds are those of its last episode.
+    """
+    parts = {"b": [(10, 1, 1.0), (20, 3, 2.0)], "a": [(30, 2, 3.0), (40, 9, 4.0)], "c": [(30, 5, 5.0), (40, 8, 6.0)]}
+
+    def events(folder):
+        rows = [SimpleNamespace(step=step, wall_time=100 + s, value=value) for step, s, value in parts[folder.name]]
+        tags = {"scalars": [curves.RETURN]}
+        return SimpleNamespace(FirstEventTimestamp=lambda: 100, Tags=lambda: tags, Scalars=lambda tag: rows)
+
+    monkeypatch.setattr(curves, "read_events", events)
+    for name, seconds in ended.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(f'{{"wall_seconds": {seconds}}}')
+    rows = curves.learning_curve([tmp_path / name for name in parts])
+    assert rows == [[10, 1, 1], [20, 3, 2], [30, before + 5, 5], [40, before + 8, 6]]
+
+
+def test_the_last_tenth_is_of_steps_not_of_values():
+    """Each value counts once, however many steps lie between it and the one before."""
+    steps = [*range(1, 51), 90, 91, 99, 100]
+    values = [0.0] * 50 + [7.0, 1.0, 2.0, 6.0]
+    assert curves.last_tenth(steps, values) == 3
+    assert curves.end_of([[step, 0, value] for step, value in zip(steps, values, strict=True)]) == 3
+
+
 @pytest.mark.parametrize("window", [1, 3, 50, 99])
 def test_a_moving_mean_has_fewer_values_at_the_beginning(window):
     values = np.random.default_rng(0).normal(size=50)
