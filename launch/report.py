@@ -72,13 +72,15 @@ def table(groups):
     for env_id, settings in groups.items():
         for setting, results in settings.items():
             ends = {own["seed"]: curves.end_of(own["curve"]) for own in results if own["curve"]}
+            seeds = [own["seed"] for own in results]
+            each = [f"{seed}: {ends[seed]:.1f}" if seed in ends else f"{seed}: no episode" for seed in seeds]
             speeds = [own["steps_per_second"] for own in results if own["steps_per_second"]]
             rows.append(
                 [
                     env_id,
                     setting,
                     mean_and_deviation(ends.values()) if ends else "no episode has ended",
-                    ", ".join(f"{seed}: {end:.1f}" for seed, end in ends.items()),
+                    ", ".join(each),
                     f"{min(own['global_step'] for own in results)}",
                     f"{statistics.median(speeds):.0f}" if speeds else "",
                     f"{statistics.mean(own['wall_seconds'] for own in results) / 60:.1f}",

@@ -178,8 +178,9 @@ def learning_row(algo, env_id, mode, runs):
     name = named(algo, env_id)
     curves = with_curve(runs)
     said = [f"seed {run['seed']} failed: {run['failed']}" for run in runs if "failed" in run]
+    said += [f"seed {run['seed']} has ended no episode" for run in data.done(runs) if run not in curves]
     if not curves:
-        return [name, mode, "; ".join(said) or "no episode has ended", "", "", "", ""]
+        return [name, mode, "; ".join(said), "", "", "", ""]
     ends = [end_of(run["curve"]) for run in curves]
     each = [f"{run['seed']}: {end:.1f}" for run, end in zip(curves, ends, strict=True)]
     return [

@@ -347,6 +347,17 @@ def test_minutes_are_those_of_all_attempts(script):
     assert row[-1] == "3.0"
 
 
+def test_a_seed_that_has_ended_no_episode_is_named():
+    """It has no part in the mean."""
+    curves = {1: [[10, 1, 4.0], [20, 2, 8.0]], 2: [], 3: [[20, 2, 2.0]]}
+    parts = {"steps_per_second": None, "wall_seconds": 60, "global_step": 20}
+    runs = [{"seed": seed, "curve": curve} | parts for seed, curve in curves.items()]
+    (row,) = report.table({"Env-v0": {"base": runs}}).rows
+    assert row[2:4] == ["5.0 ± 4.2", "1: 8.0, 2: no episode, 3: 2.0"]
+    (row,) = report.table({"Env-v0": {"base": runs[1:2]}}).rows
+    assert row[2:4] == ["no episode has ended", "2: no episode"]
+
+
 def add_summary(folder, **content):
     folder.mkdir()
     (folder / "summary.json").write_text(json.dumps(content))
@@ -531,9 +542,9 @@ def test_a_trial_that_diverges_counts_as_the_worst(hill):
     assert again.returncode == 0 and starts(hill.parent / "runs" / "walk") == begun
 
 
-def bracket(script, outcomes):
-    """A bracket of one seed that has come to its first rung: a return per trial, or the last line of its log."""
-    args = tuning.Args(script=script, seeds=(1,), trials=len(outcomes), rungs=3, out=script.parent)
+def bracket(script, outcomes, seeds=(1,)):
+    """A bracket that has come to its first rung: a return per trial and seed, or the last line of its log."""
+    args = tuning.Args(script=script, seeds=seeds, trials=len(outcomes) // len(seeds), rungs=3, out=script.parent)
     kind = orders.Script(script)
     space = {"learning-rate": tuning.FloatDistribution(0.5, 8)}
     search = tuning.Search(args, kind, space, ["--total-timesteps=18"], script.parent)
@@ -558,6 +569,10 @@ EXIT = "error: step 2: the environment ended the program with sys.exit(None)"
         ([NAN, 3.0, NAN, 5.0, 4.0, 2.0, NAN, NAN, 1.0], [3, 4, 1]),
         ([NAN, NAN, NAN, NAN, 4.0, None, NAN, NAN, NAN], [4, 5]),  # one that has not ended an episode may yet
         ([NAN] * 9, []),
+        ([2.0, 5.0, 1.0, 4.0, 3.0], [1, 3]),  # a third is rounded up
+        ([2.0, NAN, 1.0, NAN, NAN], [0, 2]),
+        ([2.0, NAN, 1.0, 4.0], [3, 0]),
+        ([NAN, 1.0], [1]),
         ([NAN, 3.0, NAN, 5.0, 4.0, 2.0, "error: out of luck", NAN, 1.0], None),
         ([NAN, 3.0, NAN, 5.0, 4.0, 2.0, EXIT, NAN, 1.0], None),
     ],
@@ -571,7 +586,18 @@ def test_trials_that_have_diverged_do_not_go_on(outcomes, going_on, script, caps
     lines = [f"trial {number} counts as the worst: seed 1 has diverged" for number in diverged]
     assert capsys.readouterr().err.splitlines() == ([] if going_on is None else lines)
     over = [trial.number for trial in own.search.study.trials if trial.state.is_finished()]
-    assert over == ([] if going_on is None else [number for number in range(9) if number not in going_on])
+    assert over == ([] if going_on is None else [n for n in range(len(outcomes)) if n not in going_on])
+
+
+def test_a_bracket_of_five_trials_follows_a_full_one(script):
+    search = bracket(script, [1.0]).search
+    search.args.trials = 15
+    assert [own.numbers for own in search.brackets()] == [[0], [*range(1, 10)], [*range(10, 15)]]
+
+
+def test_a_seed_that_has_ended_no_episode_makes_its_trial_the_worst(script):
+    own = bracket(script, [3.0, 5.0, 9.0, None, 5.0, 5.0], seeds=(1, 2))
+    assert [own.search.value(number, 0) for number in own.numbers] == [4.0, tuning.WORST, 5.0]
 
 
 @pytest.mark.parametrize("script", ALL, ids=stem)

@@ -313,6 +313,17 @@ def test_learning_table(results):
     assert table.caption.endswith("the state of the compiler's cache was not recorded.")
 
 
+def test_a_seed_that_has_ended_no_episode_is_named(results):
+    add_learning(results, seeds=(21,), plain=4)
+    for mode in ("plain", "compile"):
+        results("dqn", mode, 31, "learning", **summary(1, 1, wall_seconds=60, global_step=9), curve=[])
+    (table,) = pages.learning_tables(load())
+    assert [row[2:4] for row in table.rows if row[1] != "eager"] == [
+        ["40.5", "21: 40.5; seed 31 has ended no episode"],
+        ["seed 31 has ended no episode", ""],
+    ]
+
+
 def test_headline_is_the_median_of_like_for_like(results):
     """Another machine, with fewer modes, and MKL's code are no part of it."""
     add_learning(
