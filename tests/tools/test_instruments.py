@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -451,6 +452,8 @@ def watch():
     """A watch that has seen nothing yet."""
     watch = GradientWatch()
     watch.usual = {}
+    watch.zeros = Counter()
+    watch.run = SimpleNamespace(step=7)
     watch.end_run = pytest.fail
     return watch
 
@@ -467,6 +470,17 @@ def test_slow_growth_is_an_explosion_too(watch):
     with pytest.raises(pytest.fail.Exception, match="the gradient of critic explodes"):
         for look in range(200):
             watch.trap_explosion({"critic": 1.2**look}, {})
+
+
+def test_a_gradient_is_dead_after_zeros_in_a_row(watch, capsys):
+    """Not one that is zero at every second look, nor two zeros after two zeros. The third zero in a row is named."""
+    for norm in 5 * [0.0, 1.0] + [0.0, 0.0, 1.0, 0.0, 0.0]:
+        watch.trap_zero({"critic": norm, "actor": 1.0})
+    assert not capsys.readouterr().err
+    for _ in range(3):
+        watch.trap_zero({"critic": 0.0, "actor": 1.0})
+    line = "warning: step 7: the gradient of critic is zero: nothing that this layer does reaches the loss\n"
+    assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
@@ -487,6 +501,32 @@ def test_a_scrambled_frame_stack_is_noticed(copy, tmp_path, capsys):
         run, _ = train(copy(TURBO["ppo_atari"], *edits), folder, [FrameDump(50)], **flags)
         assert len(list(run.glob("frames/*.png"))) >= 3
         assert ("frames are out of order" in capsys.readouterr().err) == warns
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_resets_among_frames_are_no_disorder(told, tmp_path, capsys):
+    """Most stacks begin an episode. They do not continue the stack before, which is as it should be where it is told.
+
+    The environment reuses the memory of its observations.
+    """
+    begins = [True, True, False] * 3
+    film = np.random.default_rng(0).integers(0, 255, (99, 84, 84), np.uint8)
+    starts = np.cumsum([9 if begin else 1 for begin in begins])
+    moments = iter(zip(starts, begins, strict=True))
+    obs = np.empty((1, 4, 84, 84), np.uint8)
+
+    def step(actions):
+        start, begin = next(moments)
+        obs[0] = film[start : start + 4]
+        return obs, {"is_reset": [begin and told]}
+
+    learner = SimpleNamespace(policy=lambda: (torch.nn.Identity(), ()))
+    run = SimpleNamespace(step=0, folder=tmp_path, learner=learner, envs=SimpleNamespace(step=step))
+    FrameDump(1).start(run)
+    for _ in range(frames.STEPS):
+        run.envs.step(None)
+    assert run.envs.step is step and (tmp_path / "frames" / "0.png").exists()
+    assert ("frames are out of order" in capsys.readouterr().err) != told
 
 
 def test_pictures_need_matplotlib(tmp_path, capsys, monkeypatch):
