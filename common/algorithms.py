@@ -112,15 +112,17 @@ ALL_PEERS = ("sb3", "sbx", "cleanrl", "leanrl-2024")
 ON_CPU = {"cuda": False}
 
 TINY_REPLAY = {"learning_starts": 100, "batch_size": 32, "buffer_size": 1000, **ON_CPU}
-TINY_ROLLOUT = {"num_envs": 1, "num_steps": 50, "num_minibatches": 2, "update_epochs": 2, **ON_CPU}
+TINY_ROLLOUT = {"num_envs": 1, "num_steps": 50, "num_minibatches": 2, "update_epochs": 2, "checkpoint_interval": 0}
+TINY_ROLLOUT |= ON_CPU
 SMALL_REPLAY = {"batch_size": 32, "buffer_size": 64}
 SMALL_FRAMES = {"num_envs": 2, "batch_size": 8, "buffer_size": 64}
-SMALL_ROLLOUT = {"num_envs": 2, "num_steps": 16, "num_minibatches": 4}
+SMALL_ROLLOUT = {"num_envs": 2, "num_steps": 16, "num_minibatches": 4, "checkpoint_interval": 0}
 SMALL_WORLDS = {"env_id": f"{WORLDS}:Short-v0", "num_envs": 4, "num_steps": 3, "num_atoms": 21, "v_max": 20.0}
 SMALL_WORLDS |= {"batch_size": 32, "buffer_size": 16, "critic_hidden_dim": 32, "actor_hidden_dim": 16}
 EMULATED_REPLAY = {"batch_size": 16, "buffer_size": 40, "learning_starts": 30, "total_timesteps": 60}
 EMULATED_FRAMES = EMULATED_REPLAY | {"env_id": BREAKOUT, "num_envs": 2, "batch_size": 4, "target_network_frequency": 30}
-EMULATED_ROLLOUT = {"num_envs": 4, "num_steps": 6, "num_minibatches": 2, "update_epochs": 2, "total_timesteps": 96}
+EMULATED_ROLLOUT = {"num_envs": 4, "num_steps": 6, "num_minibatches": 2, "update_epochs": 2, "checkpoint_interval": 0}
+EMULATED_ROLLOUT["total_timesteps"] = 96
 EMULATED_GAMES = EMULATED_ROLLOUT | {"num_envs": 2, "num_steps": 8}
 EXPLORES = {"exploration_fraction": 0.3, "learning_rate": 1e-2}  # soon greedy, and soon not always of the same action
 EXPLORES_GAMES = EXPLORES | {"learning_rate": 1e-4}
@@ -280,7 +282,7 @@ ENTRIES = (
             "memory_PositionOnlyPendulum": "PPO, PositionOnlyPendulumEasy: with and without memory",
         },
         tiny=TINY_ROLLOUT | {"env_id": CARTPOLE, "num_minibatches": 1},
-        small={"num_envs": 4, "num_steps": 12, "num_minibatches": 2, "update_epochs": 2},
+        small=SMALL_ROLLOUT | {"num_envs": 4, "num_steps": 12, "num_minibatches": 2, "update_epochs": 2},
         emulated=EMULATED_ROLLOUT,
         others={"env_id": "Unequal-v0", "cell": "gru", "target_kl": 1e-4},
         generated={"num_steps": 4, "total_timesteps": 16},

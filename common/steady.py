@@ -23,13 +23,20 @@ class Clock:
     def __init__(self, run):
         self.run = run
         self.start = time.perf_counter()
-        self.updates = run.learner.updates + updates_to_warm(run.args)
+        self.first_step = run.step
+        self.first_update = getattr(run.learner, "updates", None)
         self.advance = run.advance
         run.advance = self.watch
 
+    def updates(self):
+        """Updates so far; those of PPO and PQN are iterations, which end when the next one begins."""
+        if self.first_update is not None:
+            return self.run.learner.updates - self.first_update
+        return (self.run.step - self.first_step - 1) // (self.run.args.num_steps * self.run.args.num_envs)
+
     def watch(self, *inputs):
         self.advance(*inputs)
-        if self.begin is None and self.run.learner.updates >= self.updates:
+        if self.begin is None and self.updates() >= updates_to_warm(self.run.args):
             self.begin = (self.run.step, time.perf_counter())
             if self.run.advance == self.watch:  # and no other watcher wraps it
                 self.run.advance = self.advance

@@ -1,5 +1,6 @@
 """FastTD3 for simulators that step thousands of worlds as tensors, built for speed: Seo et al. 2025, arXiv:2505.22642.
 
+The algorithm is `FastTD3` and `train`. Below the line of dashes is the run, the same text in all scripts.
 The updates are those of the plain version, fast_td3.py. Why it is faster:
 
 1. `--cudagraphs` makes an environment step two CUDA graphs: one chooses actions, the other stores the step and does all
@@ -14,14 +15,15 @@ The updates are those of the plain version, fast_td3.py. Why it is faster:
 """
 
 import copy
+import io
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import zipfile
 from collections import deque
@@ -29,6 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal
 
@@ -40,6 +43,7 @@ from gymnasium.vector import AutoresetMode
 from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
+from torch.utils import collect_env
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -85,7 +89,6 @@ class Args:
     cuda: bool = True  # use a CUDA device if there is one
     threads: int = 0  # CPU threads for torch (0: torch's default)
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
-    torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
     exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
     seed: int = 1  # seed of the environments, NumPy and torch
@@ -95,12 +98,6 @@ class Args:
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
-
-
-AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size", "updates_per_step", "policy_frequency")
-AT_LEAST_1 += ("num_steps", "num_atoms", "critic_hidden_dim", "actor_hidden_dim")
-AT_MOST_1 = ("gamma", "tau")
-FIXED = ("env_id", "num_envs", "buffer_size", "critic_hidden_dim", "actor_hidden_dim", "num_atoms", "v_max")
 
 
 def hidden_layers(inputs, width):
@@ -193,9 +190,10 @@ class FastTD3:
             self.actor = Actor(self.actor_dim, envs.width, low, high, args.actor_hidden_dim, args.init_scale)
             sizes = (self.critic_dim, act_dim, args.num_atoms, args.critic_hidden_dim)
             critics = [Critic(*sizes) for _ in range(NUM_CRITICS)]
-        self.critic = critics[0]  # for its `forward` only; the weights that learn are in `self.critics`
-        self.critics, _ = stack_module_state(critics)  # parameters by name, (NUM_CRITICS, ...)
-        self.target_critics = {name: weights.detach().clone() for name, weights in self.critics.items()}
+        self.critic_module = critics[0]  # for its `forward` only; the weights that learn are in `self.critics`
+        weights, buffers = stack_module_state(critics)
+        self.critics = weights | buffers  # by name, (NUM_CRITICS, ...)
+        self.target_critics = {name: tensor.detach().clone() for name, tensor in self.critics.items()}
         self.optimizers = {
             "actor": AdamW(self.actor.parameters(), args.actor_learning_rate, args.weight_decay),
             "critics": AdamW(self.critics.values(), args.critic_learning_rate, args.weight_decay),
@@ -221,11 +219,10 @@ class FastTD3:
         self.replay = DeviceNStepReplayBuffer(args.buffer_size, args.num_envs, widths, device)
 
         # an update. Random numbers are drawn outside of compiled functions, so that all modes draw the same
-        batch_size = max(args.batch_size // args.num_envs, 1) * args.num_envs
-        self.uniform = torch.zeros(batch_size, dtype=torch.float64, device=device)  # float32 is too coarse
-        self.noise = torch.zeros(batch_size, act_dim, device=device)
-        self.batch_obs = torch.zeros(batch_size, envs.width, device=device)
-        self.batch_valid = torch.zeros(batch_size, device=device)
+        self.uniform = torch.zeros(args.batch_size, dtype=torch.float64, device=device)  # float32 is too coarse
+        self.noise = torch.zeros(args.batch_size, act_dim, device=device)
+        self.batch_obs = torch.zeros(args.batch_size, envs.width, device=device)
+        self.batch_valid = torch.zeros(args.batch_size, device=device)
 
         self.compute_actions = self.compiled(self.compute_actions)
         self.store_step = self.compiled(self.store_step)
@@ -253,7 +250,7 @@ class FastTD3:
     def store_step(self):
         """Store a step: `obs`, `actions` and their `outcome`."""
         next_obs, *flags = self.outcome.values()
-        self.replay.write(torch.cat((self.obs, self.actions, next_obs, torch.stack(flags, -1)), -1))
+        self.replay.store(torch.cat((self.obs, self.actions, next_obs, torch.stack(flags, -1)), -1))
         rewards, _, ended, valid = flags
         self.episodes.count(rewards, ended, valid)
         self.stds.copy_(torch.where(ended[:, None] == 1, self.new_stds, self.stds))
@@ -282,10 +279,12 @@ class FastTD3:
         cross_entropy = -(target * logits.log_softmax(-1)).sum(-1)  # (NUM_CRITICS, batch)
         qf_loss = masked_mean(cross_entropy.sum(0), batch["valid"])
         q_values = masked_mean(self.mean(logits.softmax(-1)).mean(0), batch["valid"])
-        self.log(q_values=q_values, qf_loss=qf_loss)
+        self.keep(q_values=q_values, qf_loss=qf_loss)
         self.optimizers["critics"].step(qf_loss)
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.target_critics.values()), list(self.critics.values()), self.args.tau)
+            for target, learned in zip(self.target_critics.values(), self.critics.values(), strict=True):
+                if target.is_floating_point():  # no counters
+                    target.lerp_(learned, self.args.tau)
 
     def target(self, probabilities, rewards, discounts):
         """The target distribution (batch, num_atoms), from those of the next values (NUM_CRITICS, batch, num_atoms)."""
@@ -311,16 +310,20 @@ class FastTD3:
     def logits(self, critics, obs, actions):
         """The distributions of both critics, as logits (NUM_CRITICS, batch, num_atoms)."""
         inputs = (obs[:, -self.critic_dim :], actions)
-        return vmap(lambda weights: functional_call(self.critic, weights, inputs), randomness="different")(critics)
+
+        def logits(critic):
+            return functional_call(self.critic_module, critic, inputs)
+
+        return vmap(logits, randomness="different")(critics)
 
     def update_actor(self):
         """Update the actor on the batch of the last update of the critics."""
         # actor loss: the smaller mean of both critics
-        critics = {name: weights.detach() for name, weights in self.critics.items()}
+        critics = {name: tensor.detach() for name, tensor in self.critics.items()}
         with self.autocast():
             logits = self.logits(critics, self.batch_obs, self.actor.squashed(self.batch_obs))
         actor_loss = -masked_mean(self.mean(logits.softmax(-1)).amin(0), self.batch_valid)
-        self.log(actor_loss=actor_loss)
+        self.keep(actor_loss=actor_loss)
         self.optimizers["actor"].step(actor_loss)
 
     def learn(self, phase):
@@ -363,11 +366,10 @@ class FastTD3:
         """Compile `function`, which takes and returns nothing, if --compile is set."""
         if not self.args.compile:
             return function
-        torch._dynamo.reset()  # otherwise code compiled for another learner could be reused
+        torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
         torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
         torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
         options = torch._inductor.list_mode_options(self.args.compile_mode)
-        options["guard_filter_fn"] = needed_guards
         if torch.__version__ < "2.12":
             options["reorder_for_peak_memory"] = False  # it lets gradients read weights that are already updated
         if self.device.type == "cuda":
@@ -381,10 +383,10 @@ class FastTD3:
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
         return CudaGraphModule(function, warmup=3)  # captures at the third call, after all compilation
 
-    def log(self, **scalars):
-        """Store scalars for the log, always in the same memory.
+    def keep(self, **scalars):
+        """Keep scalars for the log, always in the same memory.
 
-        Store values before the optimizer changes weights that they depend on: compiled code may compute them late.
+        Keep values before the optimizer changes weights that they depend on: compiled code may compute them late.
         """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
@@ -407,6 +409,7 @@ class FastTD3:
     def state_dict(self):
         """All state needed to resume."""
         return self.tensors() | {
+            "flags": {name: getattr(self.args, name) for name in FIXED},
             "replay": self.replay.state_dict(),
             "updates": self.updates,
             "rng": torch.get_rng_state(),
@@ -415,19 +418,15 @@ class FastTD3:
 
     def load_state_dict(self, state):
         """Restore a `state_dict`."""
+        for name, value in state["flags"].items():
+            if getattr(self.args, name) != value:
+                refuse(name, getattr(self.args, name), f"the checkpoint has {value}")
         tensors = self.tensors()
         load_tensors(tensors, {name: state[name] for name in tensors})
         self.replay.load_state_dict(state["replay"])
         self.updates = state["updates"]
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
-
-
-def needed_guards(guards):
-    """Drop guards on layers and globals: calls are faster, but changes to layers and globals go unnoticed."""
-    not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
-    not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
-    return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 class AdamW:
@@ -446,14 +445,13 @@ class AdamW:
         self.lr = torch.tensor(lr, device=device)
         self.weight_decay = weight_decay
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
-        self.one = torch.ones_like(self.rates)
         self.corrections = torch.zeros_like(self.rates)  # for bias, 1 - beta**t: moving averages of ones
 
     @torch.no_grad()
     def step(self, loss):
         """Update the weights in place by the gradient of `loss`, and shrink them."""
         gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for weights not in the loss
-        self.corrections.lerp_(self.one, self.rates)
+        self.corrections.add_(self.rates * (1 - self.corrections))
         torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
         torch._foreach_mul_(self.v, self.beta2)
         torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
@@ -482,7 +480,7 @@ class DeviceNStepReplayBuffer:
         self.columns = dict(zip(widths, columns, strict=True))
         self.stored = torch.zeros((), dtype=torch.int64, device=device)  # steps of each environment stored so far
 
-    def write(self, row):
+    def store(self, row):
         """Store a step of all environments, (num_envs, width)."""
         self.rows.index_copy_(0, (self.stored % len(self.rows))[None], row[None])
         self.stored.add_(1)
@@ -523,6 +521,8 @@ class DeviceNStepReplayBuffer:
         """Restore a `state_dict`."""
         self.rows[: len(state["rows"])] = state["rows"]
         self.stored.copy_(state["stored"])
+        ended = self.columns["ended"].unflatten(0, self.rows.shape[:2])
+        ended[(self.stored - 1) % len(self.rows)] = 1  # a resumed run begins new episodes
 
 
 def load_tensors(tensors, saved):
@@ -579,9 +579,6 @@ def train(args):
     if args.cudagraphs and device.type == "cpu":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
         args.cudagraphs = False
-    if args.compile and device.type == "cpu" and " " in torch.__file__ + tempfile.gettempdir():
-        remedy = f"give torch and TMPDIR paths without a space, not {torch.__file__} and {tempfile.gettempdir()}"
-        refuse("compile", True, remedy)
     check_sizes(args)
     envs = make_device_envs(args, device)
     learner = FastTD3(args, envs, device)
@@ -592,7 +589,7 @@ def train(args):
             actions = learner.act(obs)
             obs, *outcome = envs.step(actions)
             learner.observe(*outcome)
-            run.advance(1)
+            run.advance()
             if run.step <= args.learning_starts * args.num_envs:
                 learner.store()
             else:
@@ -606,8 +603,13 @@ def check_sizes(args):
     """Refuse sizes with which the critics cannot learn."""
     if args.num_atoms < 2:
         refuse("num_atoms", args.num_atoms, "give at least 2")
-    if args.v_max == 0:
+    if not 0 < args.v_max < 1e30:  # float32 overflows near 3e38
         refuse("v_max", args.v_max, "give the largest return that the critics should represent")
+    if args.batch_size % args.num_envs:
+        refuse("batch_size", args.batch_size, f"give a multiple of --num-envs, {args.num_envs}")
+    for name in ("critic_hidden_dim", "actor_hidden_dim"):
+        if getattr(args, name) < 4:
+            refuse(name, getattr(args, name), "give at least 4: the last hidden layer has a quarter of it")
     longest = min(args.learning_starts + 1, args.buffer_size)
     if args.num_steps > longest:
         refuse("num_steps", args.num_steps, f"give at most {longest}, or raise --learning-starts and --buffer-size")
@@ -619,6 +621,8 @@ def action_bounds(args, envs):
     low, high = torch.tensor(space.low, dtype=torch.float32), torch.tensor(space.high, dtype=torch.float32)
     low[low < -1e30] = -args.action_bound  # float32 overflows near 3e38
     high[high > 1e30] = args.action_bound
+    if not (low < high).all():
+        refuse("action_bound", args.action_bound, f"give one inside of the environment's bounds, {space}")
     return low, high
 
 
@@ -696,7 +700,7 @@ def make_device_envs(args, device):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
+# The run: command line, folder, logs, checkpoints. Only the limits of flags depend on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -717,14 +721,18 @@ def refuse(name, value, remedy):
     raise SystemExit(2)
 
 
+AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size", "updates_per_step", "policy_frequency")
+AT_LEAST_1 += ("num_steps", "num_atoms", "critic_hidden_dim", "actor_hidden_dim")
+AT_MOST_1 = ("gamma", "tau")
+FIXED = ("num_envs", "buffer_size", "critic_hidden_dim", "actor_hidden_dim", "num_atoms", "v_max")  # when resuming
+
+
 def prepare(args):
     """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads > os.cpu_count():
         refuse("threads", args.threads, f"this machine has {os.cpu_count()} cores")
@@ -737,13 +745,13 @@ def prepare(args):
     return device, Path(args.run_dir).absolute() / name.replace("/", "_").replace(":", "_")
 
 
-def load_checkpoint(resume):
-    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
+def load_checkpoint(resume, check=False):
+    """Load a checkpoint to the CPU, with or without a check of its checksum; `resume` is its file or its folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
-        if zipfile.ZipFile(path).testzip() is not None:
+        if check and zipfile.ZipFile(path).testzip() is not None:
             raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
@@ -751,13 +759,14 @@ def load_checkpoint(resume):
 
 
 def all_finite(state):
-    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
-    return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
+    """Whether all floats in nested dictionaries and lists of tensors are finite; in parts, to save memory."""
+    floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    return all(part.isfinite().all() for leaf in floats for part in leaf.reshape(-1).split(2**24))
 
 
 def replace_file(path, write):
     """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -767,7 +776,7 @@ def replace_file(path, write):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
-        raise SystemExit(f"error: could not write {path}: is the disk full? ({error})") from error
+        raise OSError(f"could not write {path}: is the disk full? ({error})") from error
 
 
 class ProgressBar(tqdm):
@@ -781,8 +790,8 @@ class ProgressBar(tqdm):
 class Run:
     """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
 
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
-    they are after an error. Episodes are counted on the device (`EpisodeCounter`) and logged as means, with the losses.
+    Ctrl-C, SIGTERM and SIGHUP end the loop after the step in progress. Policy, checkpoint and summary are then written,
+    as after an error. Episodes are counted on the device (`EpisodeCounter`) and logged as means, with the losses.
     """
 
     def __init__(self, args, folder, envs, learner):
@@ -790,48 +799,45 @@ class Run:
         self.folder = folder
         self.envs = envs
         self.learner = learner
-        self.step = 0
-        self.episodes = 0
+        self.step = self.episodes = 0
         self.recent_returns = deque(maxlen=20)
         self.signal = None
         self.diverged = False
         self.pid = os.getpid()
         if args.resume is not None:
-            self.restore(load_checkpoint(args.resume))
+            self.restore(load_checkpoint(args.resume, check=True))
         self.log_step = self.saved_step = self.step
-        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
         self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
         self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
-        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        names = ("torch", "tensordict", "gymnasium", "envpool", "numpy", "mujoco", "mujoco-warp", "warp-lang", "popgym")
+        installed = [package for name in names for package in distributions(name=name)]
+        self.config["versions"] = {"python": sys.version} | {package.name: package.version for package in installed}
+        cpu = " ".join(re.findall("Model name: +(.*)", collect_env.get_cpu_info(collect_env.run)))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.config["machine"] = {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30)}
+        policy, inputs = learner.policy()
+        shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
+        self.program = torch.export.export(policy, inputs, dynamic_shapes=shapes)  # the forward pass for policy.pt2
         try:
-            self.make_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "config.json", "x") as file:  # no other run's
+                json.dump(self.config, file, indent=2)
+            shutil.copy(__file__, folder)
         except OSError as error:
             refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+            labels = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**labels, dir=folder, config=self.config, sync_tensorboard=True)
         self.writer = SummaryWriter(folder)
         size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
         self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.start_time = self.log_time = time.perf_counter()
 
-    def make_folder(self):
-        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
-        if not (self.folder / "config.json").exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
-            shutil.copy(__file__, self.folder)
-
     def restore(self, checkpoint):
         """Restore the run from a checkpoint."""
         try:
-            for name in FIXED:
-                if getattr(self.args, name) != checkpoint["args"][name]:
-                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
-            if not all_finite(checkpoint["learner"]):
-                raise ValueError("it holds NaN or inf")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
@@ -852,32 +858,36 @@ class Run:
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
-            self.signal = number
-            self.signal_time = time.perf_counter()
+            self.signal, self.signal_time = number, time.perf_counter()
         elif time.perf_counter() > self.signal_time + 1:
             raise KeyboardInterrupt
 
     def unfinished(self):
         """Whether to continue. Saves a checkpoint first if one is due."""
-        if self.step >= self.args.total_timesteps or self.signal is not None:
+        if self.step >= self.args.total_timesteps:
             return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
+        if interval is None:
+            interval = self.args.total_timesteps // 20
         if interval and self.step // interval > self.saved_step // interval:
-            self.save()
+            try:
+                self.save()
+            except OSError as error:
+                print(f"error: {error}; the run goes on, and its last checkpoint is kept", file=sys.stderr)
         return True
 
-    def advance(self, steps):
-        """Count `steps` steps of all environments."""
-        self.step += steps * self.args.num_envs
-        self.bar.update(steps * self.args.num_envs)
+    def advance(self):
+        """Count a step of all environments."""
+        self.step += self.args.num_envs
+        self.bar.update(self.args.num_envs)
+        if self.signal is not None:
+            raise SystemExit(128 + self.signal)
 
     def log(self, losses):
         """Log losses, the speed, and the episodes among `losses` by name. End the run if a loss is not finite."""
-        self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
-        self.log_step = self.step
-        self.log_time = now
+        self.log_step, self.log_time = self.step, now
         losses = dict(losses)
         episodes, mean_return, length = (
             losses.pop(name) for name in ("episodes", "episodic_return", "episodic_length")
@@ -900,19 +910,19 @@ class Run:
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
-        """Write checkpoint.pt and policy.pt2."""
+        """Write policy.pt2 and checkpoint.pt, which is never the newer one."""
+        self.saved_step = self.step
         state = self.learner.state_dict()
         if not all_finite(state):
             self.end_at_nan("the checkpoint would hold NaN or inf")
-        self.make_folder()
+        policy, _ = self.learner.policy()
+        self.program.state_dict.update(policy.state_dict(keep_vars=True))
+        program = io.BytesIO()  # torch.export.save would abort the process at a full disk
+        torch.export.save(self.program, program)
+        replace_file(self.folder / "policy.pt2", lambda file: file.write(program.getbuffer()))
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
         checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
-        self.saved_step = self.step
-        policy, inputs = self.learner.policy()
-        batch = torch.export.Dim("batch")
-        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
-        replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
         """Write summary.json; close environments and logs."""
@@ -923,24 +933,26 @@ class Run:
         summary = json.dumps(self.config | results, indent=2)
         with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # an environment that fails to close must not fail the run
+        with suppress(Exception, SystemExit):  # an environment that fails to close must not fail the run
             self.envs.close()
-        self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
 
     def __exit__(self, kind, error, traceback):
+        """Save and close. What fails here does not hide the error that has ended the run."""
         try:
             if not self.diverged and kind is not KeyboardInterrupt:  # a second Ctrl-C
                 self.save()
+        except SystemExit as not_finite:
+            if error is None:
+                raise
+            print(not_finite, file=sys.stderr)
         finally:
             self.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
         if self.signal is not None and kind in (None, KeyboardInterrupt):
             raise SystemExit(128 + self.signal)
-        if kind is SystemExit and not self.diverged:
-            raise SystemExit(f"error: step {self.step}: the environment ended the program with sys.exit({error.code})")
 
 
 if __name__ == "__main__":

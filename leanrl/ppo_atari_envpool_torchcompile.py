@@ -1,5 +1,6 @@
 """Proximal Policy Optimization (PPO) for Atari, built for speed: Schulman et al. 2017, arXiv:1707.06347.
 
+The algorithm is `PPO` and `train`. Below the line of dashes is the run, the same text in all scripts.
 The updates are those of the plain version, ppo_atari_envpool.py. Why it is faster:
 
 1. `--compile` compiles acting into one graph, and a minibatch's update, from its rows to Adam, into another.
@@ -12,20 +13,22 @@ The updates are those of the plain version, ppo_atari_envpool.py. Why it is fast
 """
 
 import copy
+import io
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import zipfile
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +40,7 @@ import tyro
 from gymnasium.vector import AutoresetMode
 from tensordict.nn import CudaGraphModule
 from torch import nn
+from torch.utils import collect_env
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -76,16 +80,11 @@ class Args:
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
     resume: str | None = None  # folder of a run to resume; its flags become the defaults
-    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
+    checkpoint_interval: int | None = None  # environment steps between checkpoints (0: only at the end; None: 20 times)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
-
-
-AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
-AT_MOST_1 = ("gamma", "gae_lambda")
-FIXED = ("env_id",)  # flags that a resumed run cannot change
 
 
 def orthogonal(layer, gain=2**0.5):
@@ -138,7 +137,6 @@ class PPO:
         self.optimizers = {"agent": ClippedAdam(self.agent.parameters(), args.learning_rate, args.max_grad_norm)}
         names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance", "grad_norm")
         self.scalars = {name: torch.zeros((), device=device) for name in names}
-        self.updates = 0
 
         # the rollout: the host's part, which is copied to the device, and the agent's part there
         require_memory("num_steps", args.num_steps, envs.num_envs * math.prod(self.obs_shape), device)
@@ -226,7 +224,7 @@ class PPO:
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
         ratio = log_ratio.exp()
         clipped = ((ratio - 1).abs() > self.args.clip_coef).float()
-        self.store(
+        self.keep(
             policy_loss=policy_loss,
             value_loss=value_loss,
             entropy=entropy,
@@ -235,7 +233,7 @@ class PPO:
         )
         gradient = self.optimizers["agent"].gradient(loss)
         grad_norm = self.optimizers["agent"].step(gradient)
-        self.store(grad_norm=grad_norm)
+        self.keep(grad_norm=grad_norm)
 
     def learn_epoch(self):
         """Pass over the batch in minibatches drawn without replacement."""
@@ -260,7 +258,6 @@ class PPO:
         errors = masked_variance(self.batch["advantages"], self.batch["valid"])  # returns minus values
         explained_variance = 1 - errors / masked_variance(self.batch["returns"], self.batch["valid"])
         self.scalars["explained_variance"].copy_(explained_variance)
-        self.updates += 1
 
     @torch.no_grad()
     def decide(self):
@@ -300,11 +297,10 @@ class PPO:
     def fast(self, function):
         """Compile and capture `function`, which takes and returns nothing, as the flags request."""
         if self.args.compile:
-            torch._dynamo.reset()  # otherwise code compiled for another learner could be reused
+            torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
             torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
             options = torch._inductor.list_mode_options(self.args.compile_mode)
-            options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
                 options["combo_kernels"] = True  # fewer kernels
             function = torch.compile(function, fullgraph=True, options=options)
@@ -313,7 +309,7 @@ class PPO:
             function = CudaGraphModule(function, warmup=3)  # captures at the third call, after compilation
         return function
 
-    def store(self, **scalars):
+    def keep(self, **scalars):
         """Add scalars to the means over an epoch's minibatches, always in the same memory."""
         for name, value in scalars.items():
             self.scalars[name].add_(value.detach() / self.args.num_minibatches)
@@ -334,7 +330,6 @@ class PPO:
     def state_dict(self):
         """All state needed to resume bit for bit."""
         return self.tensors() | {
-            "updates": self.updates,
             "rng": torch.get_rng_state(),
             "cuda_rng": [torch.cuda.get_rng_state()] if self.device.type == "cuda" else [],
         }
@@ -343,7 +338,6 @@ class PPO:
         """Restore a `state_dict`."""
         tensors = self.tensors()
         load_tensors(tensors, {name: state[name] for name in tensors})
-        self.updates = state["updates"]
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
 
@@ -351,7 +345,7 @@ class PPO:
 def gae(deltas, decay):
     """Advantages A_t = delta_t + decay_t A_{t+1}; all tensors are (num_steps, ...).
 
-    Computed by doubling: after k rounds, A_t covers 2**k steps.
+    Computed by doubling: if A_t and A_{t+n} cover n steps each, A_t + decay_t ... decay_{t+n-1} A_{t+n} covers 2n.
     """
     advantages = deltas
     covered = 1
@@ -361,13 +355,6 @@ def gae(deltas, decay):
         decay = decay[:-covered] * decay[covered:]
         covered *= 2
     return advantages
-
-
-def needed_guards(guards):
-    """Drop guards on layers and globals: calls are faster, but changes to layers and globals go unnoticed."""
-    not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
-    not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
-    return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 class ClippedAdam:
@@ -387,7 +374,6 @@ class ClippedAdam:
         self.v = torch.zeros_like(self.m)
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
-        self.one = torch.ones_like(self.rates)
         self.corrections = self.rates.clone()  # for bias in the next step, 1 - beta**t: moving averages of ones
 
     def gradient(self, loss):
@@ -407,7 +393,7 @@ class ClippedAdam:
         root = correction2.sqrt()
         denominator = self.v.sqrt().add_(self.eps * root).mul_(correction1 / (self.lr * root))
         torch._foreach_addcdiv_(self.weights, self.parts(self.m), self.parts(denominator), -1)
-        self.corrections.lerp_(self.one, self.rates)  # not before: CUDA code of torch 2.11 and 2.12 had a race
+        self.corrections.add_(self.rates * (1 - self.corrections))  # last: torch 2.11's CUDA code had a race
         return norm
 
     def parts(self, vector):
@@ -445,12 +431,11 @@ def masked_variance(values, valid):
 def train(args):
     """Train an agent."""
     device, folder = prepare(args)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
     if args.cudagraphs and device.type == "cpu":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
         args.cudagraphs = False
-    if args.compile and device.type == "cpu" and " " in torch.__file__ + tempfile.gettempdir():
-        remedy = f"give torch and TMPDIR paths without a space, not {torch.__file__} and {tempfile.gettempdir()}"
-        refuse("compile", True, remedy)
     check_minibatches(args)
     envs = make_games(args, folder)
     learner = PPO(args, envs, device)
@@ -559,7 +544,7 @@ def make_games(args, folder):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
+# The run: command line, folder, logs, checkpoints. Only the limits of flags depend on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -580,14 +565,16 @@ def refuse(name, value, remedy):
     raise SystemExit(2)
 
 
+AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
+AT_MOST_1 = ("gamma", "gae_lambda")
+
+
 def prepare(args):
     """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads > os.cpu_count():
         refuse("threads", args.threads, f"this machine has {os.cpu_count()} cores")
@@ -600,13 +587,13 @@ def prepare(args):
     return device, Path(args.run_dir).absolute() / name.replace("/", "_").replace(":", "_")
 
 
-def load_checkpoint(resume):
-    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
+def load_checkpoint(resume, check=False):
+    """Load a checkpoint to the CPU, with or without a check of its checksum; `resume` is its file or its folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
-        if zipfile.ZipFile(path).testzip() is not None:
+        if check and zipfile.ZipFile(path).testzip() is not None:
             raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
@@ -614,13 +601,14 @@ def load_checkpoint(resume):
 
 
 def all_finite(state):
-    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
-    return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
+    """Whether all floats in nested dictionaries and lists of tensors are finite; in parts, to save memory."""
+    floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    return all(part.isfinite().all() for leaf in floats for part in leaf.reshape(-1).split(2**24))
 
 
 def replace_file(path, write):
     """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -630,7 +618,7 @@ def replace_file(path, write):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
-        raise SystemExit(f"error: could not write {path}: is the disk full? ({error})") from error
+        raise OSError(f"could not write {path}: is the disk full? ({error})") from error
 
 
 class ProgressBar(tqdm):
@@ -642,19 +630,14 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
-
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
-    they are after an error.
-    """
+    """Context manager of the training loop: logs, and files that are also written after a signal or an error."""
 
     def __init__(self, args, folder, envs, learner):
         self.args = args
         self.folder = folder
         self.envs = envs
         self.learner = learner
-        self.step = 0
-        self.episodes = 0
+        self.step = self.episodes = 0
         self.recent_returns = deque(maxlen=20)
         self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
@@ -662,41 +645,39 @@ class Run:
         self.diverged = False
         self.pid = os.getpid()
         if args.resume is not None:
-            self.restore(load_checkpoint(args.resume))
+            self.restore(load_checkpoint(args.resume, check=True))
         self.log_step = self.saved_step = self.step
-        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
         self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
         self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
-        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        names = ("torch", "tensordict", "gymnasium", "envpool", "numpy", "mujoco", "mujoco-warp", "warp-lang", "popgym")
+        installed = [package for name in names for package in distributions(name=name)]
+        self.config["versions"] = {"python": sys.version} | {package.name: package.version for package in installed}
+        cpu = " ".join(re.findall("Model name: +(.*)", collect_env.get_cpu_info(collect_env.run)))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.config["machine"] = {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30)}
+        policy, inputs = learner.policy()
+        shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
+        self.program = torch.export.export(policy, inputs, dynamic_shapes=shapes)  # the forward pass for policy.pt2
         try:
-            self.make_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "config.json", "x") as file:  # no other run's
+                json.dump(self.config, file, indent=2)
+            shutil.copy(__file__, folder)
         except OSError as error:
             refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+            labels = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**labels, dir=folder, config=self.config, sync_tensorboard=True)
         self.writer = SummaryWriter(folder)
         size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
         self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.start_time = self.log_time = time.perf_counter()
 
-    def make_folder(self):
-        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
-        if not (self.folder / "config.json").exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
-            shutil.copy(__file__, self.folder)
-
     def restore(self, checkpoint):
         """Restore the run from a checkpoint."""
         try:
-            for name in FIXED:
-                if getattr(self.args, name) != checkpoint["args"][name]:
-                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
-            if not all_finite(checkpoint["learner"]):
-                raise ValueError("it holds NaN or inf")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
@@ -717,18 +698,22 @@ class Run:
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
-            self.signal = number
-            self.signal_time = time.perf_counter()
+            self.signal, self.signal_time = number, time.perf_counter()
         elif time.perf_counter() > self.signal_time + 1:
             raise KeyboardInterrupt
 
     def unfinished(self):
         """Whether to continue. Saves a checkpoint first if one is due."""
-        if self.step >= self.args.total_timesteps or self.signal is not None:
+        if self.step >= self.args.total_timesteps:
             return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
+        if interval is None:
+            interval = self.args.total_timesteps // 20
         if interval and self.step // interval > self.saved_step // interval:
-            self.save()
+            try:
+                self.save()
+            except OSError as error:
+                print(f"error: {error}; the run goes on, and its last checkpoint is kept", file=sys.stderr)
         return True
 
     def advance(self, rewards, ended):
@@ -737,7 +722,6 @@ class Run:
         self.returns += rewards
         self.lengths += 1
         for i in ended.nonzero()[0]:
-            self.make_folder()
             self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
             self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
             self.recent_returns.append(float(self.returns[i]))
@@ -745,14 +729,14 @@ class Run:
             self.episodes += 1
             self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
+        if self.signal is not None:
+            raise SystemExit(128 + self.signal)
 
     def log(self, losses):
         """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
-        self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
-        self.log_step = self.step
-        self.log_time = now
+        self.log_step, self.log_time = self.step, now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
             if "loss" in name and not math.isfinite(value):
@@ -765,19 +749,19 @@ class Run:
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
-        """Write checkpoint.pt and policy.pt2."""
+        """Write policy.pt2 and checkpoint.pt, which is never the newer one."""
+        self.saved_step = self.step
         state = self.learner.state_dict()
         if not all_finite(state):
             self.end_at_nan("the checkpoint would hold NaN or inf")
-        self.make_folder()
+        policy, _ = self.learner.policy()
+        self.program.state_dict.update(policy.state_dict(keep_vars=True))
+        program = io.BytesIO()  # torch.export.save would abort the process at a full disk
+        torch.export.save(self.program, program)
+        replace_file(self.folder / "policy.pt2", lambda file: file.write(program.getbuffer()))
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
         checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
-        self.saved_step = self.step
-        policy, inputs = self.learner.policy()
-        batch = torch.export.Dim("batch")
-        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
-        replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
         """Write summary.json; close environments and logs."""
@@ -788,24 +772,26 @@ class Run:
         summary = json.dumps(self.config | results, indent=2)
         with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # an environment that fails to close must not fail the run
+        with suppress(Exception, SystemExit):  # an environment that fails to close must not fail the run
             self.envs.close()
-        self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
 
     def __exit__(self, kind, error, traceback):
+        """Save and close. What fails here does not hide the error that has ended the run."""
         try:
             if not self.diverged and kind is not KeyboardInterrupt:  # a second Ctrl-C
                 self.save()
+        except SystemExit as not_finite:
+            if error is None:
+                raise
+            print(not_finite, file=sys.stderr)
         finally:
             self.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
         if self.signal is not None and kind in (None, KeyboardInterrupt):
             raise SystemExit(128 + self.signal)
-        if kind is SystemExit and not self.diverged:
-            raise SystemExit(f"error: step {self.step}: the environment ended the program with sys.exit({error.code})")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Proximal Policy Optimization (PPO) with memory, built for speed: Schulman et al. 2017, arXiv:1707.06347.
 
+The algorithm is `PPO` and `train`. Below the line of dashes is the run, the same text in all scripts.
 The updates are those of the plain version, ppo_lstm.py. Why it is faster:
 
 1. Only the recurrent product is computed step by step. The contribution of observations to the gates is one matmul for
@@ -18,14 +19,15 @@ The updates are those of the plain version, ppo_lstm.py. Why it is faster:
 """
 
 import copy
+import io
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import zipfile
 from collections import deque
@@ -33,6 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal
 
@@ -44,6 +47,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.distributions import Categorical, Independent, Normal
+from torch.utils import collect_env
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.tensorboard import SummaryWriter
@@ -83,22 +87,16 @@ class Args:
     cuda: bool = True  # use a CUDA device if there is one
     threads: int = 1  # CPU threads for torch (0: torch's default, slower for networks this small)
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
-    torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
     exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
     seed: int = 1  # seed of the environments, NumPy and torch
     run_dir: str = "runs"  # parent folder of all runs
     resume: str | None = None  # folder of a run to resume; its flags become the defaults
-    checkpoint_interval: int = 0  # environment steps between checkpoints (0: only at the end)
+    checkpoint_interval: int | None = None  # environment steps between checkpoints (0: only at the end; None: 20 times)
     capture_video: bool = False  # record videos of the first environment
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
-
-
-AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
-AT_MOST_1 = ("gamma", "gae_lambda")
-FIXED = ("env_id", "cell", "num_envs")  # flags that a resumed run cannot change
 
 
 def linear(inputs, outputs, gain=2**0.5):
@@ -188,7 +186,7 @@ class PPO:
     """The learner. CUDA graphs replay kernels but no Python: state that changes is in tensors, updated in place.
 
     Acting steps the cell with `Agent.remember`; learning computes the same steps in `unroll`, with `GATES`. Change both
-    together: before the first update of an iteration, the ratio of new to old probabilities must be 1.
+    together: the logged `first_log_ratio`, the largest in the first minibatch, must be 0 but for rounding.
     """
 
     def __init__(self, args, envs, device):
@@ -206,8 +204,8 @@ class PPO:
         self.optimizers = {"agent": ClippedAdam(self.agent.parameters(), args.learning_rate, args.max_grad_norm)}
         self.normalizer = Normalizer(envs.num_envs, obs_dim, args.gamma)
         names = ["policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "explained_variance", "grad_norm"]
+        names.append("first_log_ratio")
         self.scalars = {name: torch.zeros((), device=device) for name in names}
-        self.updates = 0
 
         # the rollout, in host memory and on the device
         on_cuda = device.type == "cuda"
@@ -236,7 +234,7 @@ class PPO:
         self.from_obs = self.compiled(self.from_obs)
         self.unroll_chunk = self.compiled(self.unroll_chunk)
         self.loss = self.compiled(self.loss)
-        self.descend = self.compiled(self.optimizers["agent"].step)
+        self.step_adam = self.compiled(self.optimizers["agent"].step)
         self.decide = self.captured(self.compiled(self.decide))
         self.make_batch = self.captured(self.make_batch)
         self.learn = self.captured(self.learn)
@@ -258,7 +256,7 @@ class PPO:
         returns = advantages + values
         numbers = torch.stack((starts.squeeze(-1), log_prob, values, advantages, returns), -1)
         self.batch.copy_(torch.cat((obs, actions, numbers), -1))
-        self.store(explained_variance=1 - advantages.var() / returns.var())
+        self.keep(explained_variance=1 - advantages.var() / returns.var())
 
     def from_obs(self, obs):
         """The input term of the cell's gates (num_steps, sequences, gates)."""
@@ -266,27 +264,31 @@ class PPO:
         return nn.functional.linear(self.agent.encoder(obs), cell.weight_ih, cell.bias_ih)
 
     def unroll(self, obs, starts, state):
-        """The states (num_steps, sequences, state_dim) after each step of sequences with the initial state `state`."""
+        """The states (num_steps, sequences, state_dim) after each step of sequences with the initial state `state`.
+
+        First come the terms of the gates that need no state, for all steps; then the steps, `chunk` at a time; then the
+        hidden states are filled in, of which only the backward pass of `bias` makes use.
+        """
         cell = self.agent.cell
         chunk = math.gcd(self.args.num_steps, CHUNK)
-        keep = 1 - starts.unsqueeze(-1)
-        hidden = torch.empty(*obs.shape[:2], HIDDEN, device=self.device)  # inputs of the recurrent matmul, filled below
+        goes_on = 1 - starts.unsqueeze(-1)
+        hidden = torch.empty(*obs.shape[:2], HIDDEN, device=self.device)  # inputs of the recurrent matmul
         bias = RecurrentBias.apply(cell.weight_hh, cell.bias_hh, hidden)
         states = [state[None]]
         state = state.requires_grad_()  # like the states between chunks, so that all chunks share one compiled function
-        for inputs in zip(self.from_obs(obs).split(chunk), bias.split(chunk), keep.split(chunk), strict=True):
+        for inputs in zip(self.from_obs(obs).split(chunk), bias.split(chunk), goes_on.split(chunk), strict=True):
             chunk_states, state = self.unroll_chunk(state, *inputs)
             states.append(chunk_states)
         states = torch.cat(states)
-        hidden.copy_((keep * states[:-1, :, :HIDDEN]).detach())
+        hidden.copy_((goes_on * states[:-1, :, :HIDDEN]).detach())
         return states[1:]
 
-    def unroll_chunk(self, state, from_obs, bias, keep):
+    def unroll_chunk(self, state, from_obs, bias, goes_on):
         """The states after each of a few steps, and the last state; other inputs are (steps, sequences, ...)."""
         weight = self.agent.cell.weight_hh.detach()
         states = []
         for t in range(len(from_obs)):
-            state = keep[t] * state
+            state = goes_on[t] * state
             from_state = nn.functional.linear(state[:, :HIDDEN], weight) + bias[t]
             state = self.gates(from_obs[t], from_state, state)
             states.append(state)
@@ -318,6 +320,7 @@ class PPO:
             "entropy": entropy,
             "approx_kl": (ratio - 1 - log_ratio).mean(),  # http://joschu.net/blog/kl-approx.html, k3
             "clipfrac": ((ratio - 1).abs() > clip).float().mean(),
+            "first_log_ratio": log_ratio.abs().max(),
         }
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
         return loss, {name: value.detach() for name, value in losses.items()}
@@ -329,13 +332,16 @@ class PPO:
         states = self.unroll(obs, starts, self.states[0].index_select(0, env_ids))
         loss, losses = self.loss(states, actions, *columns)
         gradient = self.optimizers["agent"].gradient(loss)
-        return losses | {"grad_norm": self.descend(gradient)}
+        return losses | {"grad_norm": self.step_adam(gradient)}
 
     def learn(self):
-        """Pass over the batch in minibatches, once for each of `orders`; store the mean losses of the last pass."""
+        """Pass over the batch in minibatches, once for each of `orders`; keep the mean losses of the last pass."""
+        first = None
         for order in self.orders:
             losses = [self.update_minibatch(env_ids) for env_ids in order.chunk(self.args.num_minibatches)]
-        self.store(**{name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]})
+            first = first or losses[0]
+        self.keep(**{name: torch.stack([values[name] for values in losses]).mean() for name in losses[0]})
+        self.keep(first_log_ratio=first["first_log_ratio"])  # 0 but for rounding if acting and learning agree
 
     def update(self, learning_rate):
         """Learn from the rollout. A CUDA device may still be computing when this returns."""
@@ -344,13 +350,15 @@ class PPO:
         self.agent.obs_std.copy_(torch.from_numpy(self.normalizer.obs_std))
         self.rollout.copy_(self.host_rollout)
         self.make_batch()
-        for _ in range(self.args.update_epochs // self.epochs_at_once):
+        for epoch in range(self.args.update_epochs // self.epochs_at_once):
             # random numbers are drawn outside of graphs, so that all modes draw the same
             self.orders.copy_(torch.rand(self.orders.shape, device=self.device).argsort(-1))
             self.learn()
+            if epoch == 0:
+                first_log_ratio = self.scalars["first_log_ratio"].clone()
             if self.args.target_kl is not None and self.losses()["approx_kl"] > self.args.target_kl:
                 break
-        self.updates += 1
+        self.keep(first_log_ratio=first_log_ratio)
 
     @torch.no_grad()
     def decide(self):
@@ -385,7 +393,7 @@ class PPO:
         `act_on` equals `next_obs`, except where an episode has ended: there it is the first observation of the next.
         """
         obs, rewards = self.normalizer.normalize(act_on, rewards, ended)
-        self.next_obs[t] = obs if act_on is next_obs else self.normalizer.scale_obs(next_obs)
+        self.next_obs[t] = self.normalizer.scale_obs(next_obs) if ended.any() else obs
         self.rewards[t] = rewards
         self.terminated[t] = terminated if self.args.bootstrap_truncation else ended
         self.ended[t] = self.start[:, 0] = ended
@@ -395,9 +403,8 @@ class PPO:
         """Compile `function` if --compile is set."""
         if not self.args.compile:
             return function
-        torch._dynamo.reset()  # otherwise code compiled for another learner could be reused
+        torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
         options = torch._inductor.list_mode_options(self.args.compile_mode)
-        options["guard_filter_fn"] = needed_guards
         if self.device.type == "cuda":
             options["combo_kernels"] = True  # fewer kernels
         else:
@@ -411,10 +418,10 @@ class PPO:
         logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
         return CudaGraphModule(function, warmup=3)  # captures at the third call, after all compilation
 
-    def store(self, **scalars):
-        """Store scalars for the log, always in the same memory.
+    def keep(self, **scalars):
+        """Keep scalars for the log, always in the same memory.
 
-        Store values before the optimizer changes weights that they depend on: compiled code may compute them late.
+        Keep values before the optimizer changes weights that they depend on: compiled code may compute them late.
         """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
@@ -436,7 +443,6 @@ class PPO:
     def state_dict(self):
         """All state needed to resume bit for bit."""
         return self.tensors() | {
-            "updates": self.updates,
             "rng": torch.get_rng_state(),
             "cuda_rng": [torch.cuda.get_rng_state()] if self.device.type == "cuda" else [],
         }
@@ -445,7 +451,6 @@ class PPO:
         """Restore a `state_dict`."""
         tensors = self.tensors()
         load_tensors(tensors, {name: state[name] for name in tensors})
-        self.updates = state["updates"]
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
 
@@ -492,7 +497,7 @@ GATES = {"lstm": lstm, "gru": gru}
 def gae(deltas, decay):
     """Advantages A_t = delta_t + decay_t A_{t+1}; all tensors are (num_steps, ...).
 
-    Computed by doubling: after k rounds, A_t covers 2**k steps.
+    Computed by doubling: if A_t and A_{t+n} cover n steps each, A_t + decay_t ... decay_{t+n-1} A_{t+n} covers 2n.
     """
     advantages = deltas
     covered = 1
@@ -537,7 +542,7 @@ class Normalizer:
 
     def __init__(self, num_envs, obs_dim, gamma):
         self.gamma = gamma
-        self.rows = np.zeros((num_envs, obs_dim + 1))  # the newest
+        self.rows = np.zeros((num_envs, obs_dim + 1))  # the newest; returns are in the last column
         self.count = np.zeros(1)
         self.mean = np.zeros(obs_dim + 1)
         self.squares = np.zeros(obs_dim + 1)  # sum of squared differences from the mean
@@ -586,7 +591,6 @@ class ClippedAdam:
         self.v = torch.zeros_like(self.m)
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
-        self.one = torch.ones_like(self.rates)
         self.corrections = self.rates.clone()  # for bias in the next step, 1 - beta**t: moving averages of ones
 
     def gradient(self, loss):
@@ -606,7 +610,7 @@ class ClippedAdam:
         root = correction2.sqrt()
         denominator = self.v.sqrt().add_(self.eps * root).mul_(correction1 / (self.lr * root))
         torch._foreach_addcdiv_(self.weights, self.parts(self.m), self.parts(denominator), -1)
-        self.corrections.lerp_(self.one, self.rates)  # not before: CUDA code of torch 2.11 and 2.12 had a race
+        self.corrections.add_(self.rates * (1 - self.corrections))  # last: torch 2.11's CUDA code had a race
         return norm
 
     def parts(self, vector):
@@ -617,13 +621,6 @@ class ClippedAdam:
     def tensors(self):
         """The state that a resumed run needs."""
         return {"m": self.m, "v": self.v, "corrections": self.corrections}
-
-
-def needed_guards(guards):
-    """Drop guards on layers and globals: calls are faster, but changes to layers and globals go unnoticed."""
-    not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
-    not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
-    return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
 
 
 def load_tensors(tensors, saved):
@@ -643,9 +640,6 @@ def train(args):
     if args.cudagraphs and device.type == "cpu":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
         args.cudagraphs = False
-    if args.compile and device.type == "cpu" and " " in torch.__file__ + tempfile.gettempdir():
-        remedy = f"give torch and TMPDIR paths without a space, not {torch.__file__} and {tempfile.gettempdir()}"
-        refuse("compile", True, remedy)
     check_sequences(args)
     envs = DirectEnvs(make_envs(args, folder))
     require_actions(args, envs)
@@ -712,7 +706,7 @@ def require_actions(args, envs):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
+# The run: command line, folder, logs, checkpoints. Only the limits of flags depend on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -733,14 +727,16 @@ def refuse(name, value, remedy):
     raise SystemExit(2)
 
 
+AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
+AT_MOST_1 = ("gamma", "gae_lambda")
+
+
 def prepare(args):
     """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads > os.cpu_count():
         refuse("threads", args.threads, f"this machine has {os.cpu_count()} cores")
@@ -753,13 +749,13 @@ def prepare(args):
     return device, Path(args.run_dir).absolute() / name.replace("/", "_").replace(":", "_")
 
 
-def load_checkpoint(resume):
-    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
+def load_checkpoint(resume, check=False):
+    """Load a checkpoint to the CPU, with or without a check of its checksum; `resume` is its file or its folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
-        if zipfile.ZipFile(path).testzip() is not None:
+        if check and zipfile.ZipFile(path).testzip() is not None:
             raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
@@ -767,13 +763,14 @@ def load_checkpoint(resume):
 
 
 def all_finite(state):
-    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
-    return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
+    """Whether all floats in nested dictionaries and lists of tensors are finite; in parts, to save memory."""
+    floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    return all(part.isfinite().all() for leaf in floats for part in leaf.reshape(-1).split(2**24))
 
 
 def replace_file(path, write):
     """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -783,7 +780,7 @@ def replace_file(path, write):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
-        raise SystemExit(f"error: could not write {path}: is the disk full? ({error})") from error
+        raise OSError(f"could not write {path}: is the disk full? ({error})") from error
 
 
 class ProgressBar(tqdm):
@@ -795,19 +792,14 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
-
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
-    they are after an error.
-    """
+    """Context manager of the training loop: logs, and files that are also written after a signal or an error."""
 
     def __init__(self, args, folder, envs, learner):
         self.args = args
         self.folder = folder
         self.envs = envs
         self.learner = learner
-        self.step = 0
-        self.episodes = 0
+        self.step = self.episodes = 0
         self.recent_returns = deque(maxlen=20)
         self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
@@ -815,41 +807,39 @@ class Run:
         self.diverged = False
         self.pid = os.getpid()
         if args.resume is not None:
-            self.restore(load_checkpoint(args.resume))
+            self.restore(load_checkpoint(args.resume, check=True))
         self.log_step = self.saved_step = self.step
-        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
         self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
         self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
-        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        names = ("torch", "tensordict", "gymnasium", "envpool", "numpy", "mujoco", "mujoco-warp", "warp-lang", "popgym")
+        installed = [package for name in names for package in distributions(name=name)]
+        self.config["versions"] = {"python": sys.version} | {package.name: package.version for package in installed}
+        cpu = " ".join(re.findall("Model name: +(.*)", collect_env.get_cpu_info(collect_env.run)))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.config["machine"] = {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30)}
+        policy, inputs = learner.policy()
+        shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
+        self.program = torch.export.export(policy, inputs, dynamic_shapes=shapes)  # the forward pass for policy.pt2
         try:
-            self.make_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "config.json", "x") as file:  # no other run's
+                json.dump(self.config, file, indent=2)
+            shutil.copy(__file__, folder)
         except OSError as error:
             refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+            labels = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**labels, dir=folder, config=self.config, sync_tensorboard=True)
         self.writer = SummaryWriter(folder)
         size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
         self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.start_time = self.log_time = time.perf_counter()
 
-    def make_folder(self):
-        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
-        if not (self.folder / "config.json").exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
-            shutil.copy(__file__, self.folder)
-
     def restore(self, checkpoint):
         """Restore the run from a checkpoint."""
         try:
-            for name in FIXED:
-                if getattr(self.args, name) != checkpoint["args"][name]:
-                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
-            if not all_finite(checkpoint["learner"]):
-                raise ValueError("it holds NaN or inf")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
@@ -870,18 +860,22 @@ class Run:
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
-            self.signal = number
-            self.signal_time = time.perf_counter()
+            self.signal, self.signal_time = number, time.perf_counter()
         elif time.perf_counter() > self.signal_time + 1:
             raise KeyboardInterrupt
 
     def unfinished(self):
         """Whether to continue. Saves a checkpoint first if one is due."""
-        if self.step >= self.args.total_timesteps or self.signal is not None:
+        if self.step >= self.args.total_timesteps:
             return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
+        if interval is None:
+            interval = self.args.total_timesteps // 20
         if interval and self.step // interval > self.saved_step // interval:
-            self.save()
+            try:
+                self.save()
+            except OSError as error:
+                print(f"error: {error}; the run goes on, and its last checkpoint is kept", file=sys.stderr)
         return True
 
     def advance(self, rewards, ended):
@@ -890,7 +884,6 @@ class Run:
         self.returns += rewards
         self.lengths += 1
         for i in ended.nonzero()[0]:
-            self.make_folder()
             self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
             self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
             self.recent_returns.append(float(self.returns[i]))
@@ -898,14 +891,14 @@ class Run:
             self.episodes += 1
             self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
+        if self.signal is not None:
+            raise SystemExit(128 + self.signal)
 
     def log(self, losses):
         """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
-        self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
-        self.log_step = self.step
-        self.log_time = now
+        self.log_step, self.log_time = self.step, now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
             if "loss" in name and not math.isfinite(value):
@@ -918,19 +911,19 @@ class Run:
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
-        """Write checkpoint.pt and policy.pt2."""
+        """Write policy.pt2 and checkpoint.pt, which is never the newer one."""
+        self.saved_step = self.step
         state = self.learner.state_dict()
         if not all_finite(state):
             self.end_at_nan("the checkpoint would hold NaN or inf")
-        self.make_folder()
+        policy, _ = self.learner.policy()
+        self.program.state_dict.update(policy.state_dict(keep_vars=True))
+        program = io.BytesIO()  # torch.export.save would abort the process at a full disk
+        torch.export.save(self.program, program)
+        replace_file(self.folder / "policy.pt2", lambda file: file.write(program.getbuffer()))
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
         checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
-        self.saved_step = self.step
-        policy, inputs = self.learner.policy()
-        batch = torch.export.Dim("batch")
-        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
-        replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
         """Write summary.json; close environments and logs."""
@@ -941,24 +934,26 @@ class Run:
         summary = json.dumps(self.config | results, indent=2)
         with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # an environment that fails to close must not fail the run
+        with suppress(Exception, SystemExit):  # an environment that fails to close must not fail the run
             self.envs.close()
-        self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
 
     def __exit__(self, kind, error, traceback):
+        """Save and close. What fails here does not hide the error that has ended the run."""
         try:
             if not self.diverged and kind is not KeyboardInterrupt:  # a second Ctrl-C
                 self.save()
+        except SystemExit as not_finite:
+            if error is None:
+                raise
+            print(not_finite, file=sys.stderr)
         finally:
             self.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
         if self.signal is not None and kind in (None, KeyboardInterrupt):
             raise SystemExit(128 + self.signal)
-        if kind is SystemExit and not self.diverged:
-            raise SystemExit(f"error: step {self.step}: the environment ended the program with sys.exit({error.code})")
 
 
 if __name__ == "__main__":

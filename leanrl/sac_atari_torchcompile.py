@@ -1,5 +1,6 @@
 """Soft Actor-Critic (SAC) for discrete actions on Atari, built for speed: Christodoulou 2019, arXiv:1910.07207.
 
+The algorithm is `SAC` and `train`. Below the line of dashes is the run, the same text in all scripts.
 The updates are those of the plain version, sac_atari.py, but each action comes from a policy that lacks the newest
 update. Why it is faster:
 
@@ -16,20 +17,22 @@ The critics run one after the other: with stacked weights, under vmap, convoluti
 """
 
 import copy
+import io
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import zipfile
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Literal
 
@@ -41,6 +44,7 @@ import tyro
 from gymnasium.vector import AutoresetMode
 from tensordict.nn import CudaGraphModule
 from torch import nn
+from torch.utils import collect_env
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -87,12 +91,6 @@ class Args:
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
-
-
-AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
-AT_LEAST_1 += ("update_frequency", "target_network_frequency")
-AT_MOST_1 = ("gamma", "tau", "target_entropy_scale")
-FIXED = ("env_id", "num_envs", "buffer_size")  # flags that a resumed run cannot change
 
 
 def kaiming(layer):
@@ -157,9 +155,7 @@ class SAC:
         }
         for optimizer in self.optimizers.values():
             optimizer.eps = ADAM_EPS
-        names = ["q_values", "qf_loss", "actor_loss", "entropy", "alpha"]
-        if args.autotune:
-            names.append("alpha_loss")
+        names = ["q_values", "qf_loss", "actor_loss", "entropy", "alpha"] + (["alpha_loss"] if args.autotune else [])
         self.scalars = {name: torch.zeros((), device=device) for name in names}
         self.replay = make_replay(args, self.obs_shape, device)
         self.updates = 0
@@ -195,7 +191,7 @@ class SAC:
             target = rewards + (1 - terminated) * self.args.gamma * next_v
         q = torch.stack([critic(obs).gather(-1, actions[:, None]).squeeze(-1) for critic in self.critics])
         qf_loss = (q - target).square().mean(-1).sum()
-        self.store(q_values=q.mean(-1).mean(), qf_loss=qf_loss)
+        self.keep(q_values=q.mean(-1).mean(), qf_loss=qf_loss)
         self.optimizers["critics"].step(qf_loss)
 
     def update_actor(self, obs):
@@ -207,15 +203,15 @@ class SAC:
         probs = log_probs.exp()
         actor_loss = (probs * (self.log_alpha.exp().detach() * log_probs - q)).sum(-1).mean()
         entropies = -(probs * log_probs).sum(-1).detach()
-        self.store(actor_loss=actor_loss, entropy=entropies.mean())
+        self.keep(actor_loss=actor_loss, entropy=entropies.mean())
         self.optimizers["actor"].step(actor_loss)
 
         # temperature (eq. 11)
         if self.args.autotune:
             alpha_loss = (self.log_alpha.exp() * (entropies - self.target_entropy)).mean()
-            self.store(alpha_loss=alpha_loss)
+            self.keep(alpha_loss=alpha_loss)
             self.optimizers["alpha"].step(alpha_loss)
-        self.store(alpha=self.log_alpha.exp())
+        self.keep(alpha=self.log_alpha.exp())
 
     def update(self):
         """Launch one update. On a CUDA device it may still be running when this returns."""
@@ -226,7 +222,10 @@ class SAC:
     @torch.no_grad()
     def update_target(self):
         """Move the target networks toward the critics by `tau`; 1 copies them."""
-        torch._foreach_lerp_(list(self.target_critics.parameters()), list(self.critics.parameters()), self.args.tau)
+        targets = self.target_critics.state_dict()
+        for name, tensor in self.critics.state_dict().items():
+            if tensor.is_floating_point():  # no counters
+                targets[name].lerp_(tensor, self.args.tau)
 
     @torch.no_grad()
     def store_and_act(self):
@@ -260,11 +259,10 @@ class SAC:
     def fast(self, function):
         """Compile and capture `function`, which takes and returns nothing, as the flags request."""
         if self.args.compile:
-            torch._dynamo.reset()  # otherwise code compiled for another learner could be reused
+            torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
             torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
             options = torch._inductor.list_mode_options(self.args.compile_mode)
-            options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels; every sum is short
             function = torch.compile(function, fullgraph=True, options=options)
@@ -273,10 +271,10 @@ class SAC:
             function = CudaGraphModule(function, warmup=3)  # captures at the third call, after compilation
         return function
 
-    def store(self, **scalars):
-        """Store scalars for the log, always in the same memory.
+    def keep(self, **scalars):
+        """Keep scalars for the log, always in the same memory.
 
-        Store values before the optimizer changes weights that they depend on: compiled code may compute them late.
+        Keep values before the optimizer changes weights that they depend on: compiled code may compute them late.
         """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
@@ -322,13 +320,6 @@ def times_due(frequency, step, num_envs):
     return step // frequency - (step - num_envs) // frequency
 
 
-def needed_guards(guards):
-    """Drop guards on layers and globals: calls are faster, but changes to layers and globals go unnoticed."""
-    not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
-    not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
-    return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
-
-
 class Adam:
     """Adam (Kingma and Ba 2015, arXiv:1412.6980) for use in compiled functions, where torch.optim's breaks the graph.
 
@@ -344,14 +335,13 @@ class Adam:
         device = self.weights[0].device
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
-        self.one = torch.ones_like(self.rates)
         self.corrections = torch.zeros_like(self.rates)  # for bias, 1 - beta**t: moving averages of ones
 
     @torch.no_grad()
     def step(self, loss):
         """Update the weights in place by the gradient of `loss`."""
         gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for weights not in the loss
-        self.corrections.lerp_(self.one, self.rates)
+        self.corrections.add_(self.rates * (1 - self.corrections))
         torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
         torch._foreach_mul_(self.v, self.beta2)
         torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
@@ -458,10 +448,15 @@ class FrameReplay:
 
         `from_dlpack` gives each slice a storage of its own; otherwise torch.save would write the whole tensor.
         """
-        return {name: torch.from_dlpack(tensor) for name, tensor in self.tensors(int(self.stepped)).items()}
+        tensors = {name: torch.from_dlpack(tensor) for name, tensor in self.tensors(int(self.stepped)).items()}
+        return tensors | {"size": self.size, "num_envs": self.num_envs}
 
     def load_state_dict(self, state):
         """Restore a `state_dict`."""
+        if state["num_envs"] != self.num_envs:
+            refuse("num_envs", self.num_envs, f"the checkpoint has {state['num_envs']}")
+        if state["size"] != self.size:
+            refuse("buffer_size", self.size, f"the checkpoint has {state['size']}")
         for name, tensor in self.tensors(int(state["stepped"])).items():
             tensor.copy_(state[name])
 
@@ -502,12 +497,11 @@ def load_tensors(tensors, saved):
 def train(args):
     """Train an agent."""
     device, folder = prepare(args)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
     if args.cudagraphs and device.type == "cpu":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
         args.cudagraphs = False
-    if args.compile and device.type == "cpu" and " " in torch.__file__ + tempfile.gettempdir():
-        remedy = f"give torch and TMPDIR paths without a space, not {torch.__file__} and {tempfile.gettempdir()}"
-        refuse("compile", True, remedy)
     envs = make_games(args, folder)
     learner = SAC(args, envs, device)
     with Run(args, folder, envs, learner) as run:
@@ -602,7 +596,7 @@ def make_games(args, folder):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
+# The run: command line, folder, logs, checkpoints. Only the limits of flags depend on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -623,14 +617,17 @@ def refuse(name, value, remedy):
     raise SystemExit(2)
 
 
+AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
+AT_LEAST_1 += ("update_frequency", "target_network_frequency")
+AT_MOST_1 = ("gamma", "tau", "target_entropy_scale")
+
+
 def prepare(args):
     """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads > os.cpu_count():
         refuse("threads", args.threads, f"this machine has {os.cpu_count()} cores")
@@ -643,13 +640,13 @@ def prepare(args):
     return device, Path(args.run_dir).absolute() / name.replace("/", "_").replace(":", "_")
 
 
-def load_checkpoint(resume):
-    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
+def load_checkpoint(resume, check=False):
+    """Load a checkpoint to the CPU, with or without a check of its checksum; `resume` is its file or its folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
-        if zipfile.ZipFile(path).testzip() is not None:
+        if check and zipfile.ZipFile(path).testzip() is not None:
             raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
@@ -657,13 +654,14 @@ def load_checkpoint(resume):
 
 
 def all_finite(state):
-    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
-    return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
+    """Whether all floats in nested dictionaries and lists of tensors are finite; in parts, to save memory."""
+    floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    return all(part.isfinite().all() for leaf in floats for part in leaf.reshape(-1).split(2**24))
 
 
 def replace_file(path, write):
     """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -673,7 +671,7 @@ def replace_file(path, write):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
-        raise SystemExit(f"error: could not write {path}: is the disk full? ({error})") from error
+        raise OSError(f"could not write {path}: is the disk full? ({error})") from error
 
 
 class ProgressBar(tqdm):
@@ -685,19 +683,14 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
-
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
-    they are after an error.
-    """
+    """Context manager of the training loop: logs, and files that are also written after a signal or an error."""
 
     def __init__(self, args, folder, envs, learner):
         self.args = args
         self.folder = folder
         self.envs = envs
         self.learner = learner
-        self.step = 0
-        self.episodes = 0
+        self.step = self.episodes = 0
         self.recent_returns = deque(maxlen=20)
         self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
@@ -705,41 +698,39 @@ class Run:
         self.diverged = False
         self.pid = os.getpid()
         if args.resume is not None:
-            self.restore(load_checkpoint(args.resume))
+            self.restore(load_checkpoint(args.resume, check=True))
         self.log_step = self.saved_step = self.step
-        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
         self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
         self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
-        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        names = ("torch", "tensordict", "gymnasium", "envpool", "numpy", "mujoco", "mujoco-warp", "warp-lang", "popgym")
+        installed = [package for name in names for package in distributions(name=name)]
+        self.config["versions"] = {"python": sys.version} | {package.name: package.version for package in installed}
+        cpu = " ".join(re.findall("Model name: +(.*)", collect_env.get_cpu_info(collect_env.run)))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.config["machine"] = {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30)}
+        policy, inputs = learner.policy()
+        shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
+        self.program = torch.export.export(policy, inputs, dynamic_shapes=shapes)  # the forward pass for policy.pt2
         try:
-            self.make_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "config.json", "x") as file:  # no other run's
+                json.dump(self.config, file, indent=2)
+            shutil.copy(__file__, folder)
         except OSError as error:
             refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+            labels = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**labels, dir=folder, config=self.config, sync_tensorboard=True)
         self.writer = SummaryWriter(folder)
         size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
         self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.start_time = self.log_time = time.perf_counter()
 
-    def make_folder(self):
-        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
-        if not (self.folder / "config.json").exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
-            shutil.copy(__file__, self.folder)
-
     def restore(self, checkpoint):
         """Restore the run from a checkpoint."""
         try:
-            for name in FIXED:
-                if getattr(self.args, name) != checkpoint["args"][name]:
-                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
-            if not all_finite(checkpoint["learner"]):
-                raise ValueError("it holds NaN or inf")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
@@ -760,18 +751,22 @@ class Run:
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
-            self.signal = number
-            self.signal_time = time.perf_counter()
+            self.signal, self.signal_time = number, time.perf_counter()
         elif time.perf_counter() > self.signal_time + 1:
             raise KeyboardInterrupt
 
     def unfinished(self):
         """Whether to continue. Saves a checkpoint first if one is due."""
-        if self.step >= self.args.total_timesteps or self.signal is not None:
+        if self.step >= self.args.total_timesteps:
             return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
+        if interval is None:
+            interval = self.args.total_timesteps // 20
         if interval and self.step // interval > self.saved_step // interval:
-            self.save()
+            try:
+                self.save()
+            except OSError as error:
+                print(f"error: {error}; the run goes on, and its last checkpoint is kept", file=sys.stderr)
         return True
 
     def advance(self, rewards, ended):
@@ -780,7 +775,6 @@ class Run:
         self.returns += rewards
         self.lengths += 1
         for i in ended.nonzero()[0]:
-            self.make_folder()
             self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
             self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
             self.recent_returns.append(float(self.returns[i]))
@@ -788,14 +782,14 @@ class Run:
             self.episodes += 1
             self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
+        if self.signal is not None:
+            raise SystemExit(128 + self.signal)
 
     def log(self, losses):
         """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
-        self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
-        self.log_step = self.step
-        self.log_time = now
+        self.log_step, self.log_time = self.step, now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
             if "loss" in name and not math.isfinite(value):
@@ -808,19 +802,19 @@ class Run:
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
-        """Write checkpoint.pt and policy.pt2."""
+        """Write policy.pt2 and checkpoint.pt, which is never the newer one."""
+        self.saved_step = self.step
         state = self.learner.state_dict()
         if not all_finite(state):
             self.end_at_nan("the checkpoint would hold NaN or inf")
-        self.make_folder()
+        policy, _ = self.learner.policy()
+        self.program.state_dict.update(policy.state_dict(keep_vars=True))
+        program = io.BytesIO()  # torch.export.save would abort the process at a full disk
+        torch.export.save(self.program, program)
+        replace_file(self.folder / "policy.pt2", lambda file: file.write(program.getbuffer()))
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
         checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
-        self.saved_step = self.step
-        policy, inputs = self.learner.policy()
-        batch = torch.export.Dim("batch")
-        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
-        replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
         """Write summary.json; close environments and logs."""
@@ -831,24 +825,26 @@ class Run:
         summary = json.dumps(self.config | results, indent=2)
         with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # an environment that fails to close must not fail the run
+        with suppress(Exception, SystemExit):  # an environment that fails to close must not fail the run
             self.envs.close()
-        self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
 
     def __exit__(self, kind, error, traceback):
+        """Save and close. What fails here does not hide the error that has ended the run."""
         try:
             if not self.diverged and kind is not KeyboardInterrupt:  # a second Ctrl-C
                 self.save()
+        except SystemExit as not_finite:
+            if error is None:
+                raise
+            print(not_finite, file=sys.stderr)
         finally:
             self.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
         if self.signal is not None and kind in (None, KeyboardInterrupt):
             raise SystemExit(128 + self.signal)
-        if kind is SystemExit and not self.diverged:
-            raise SystemExit(f"error: step {self.step}: the environment ended the program with sys.exit({error.code})")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Soft Actor-Critic (SAC) for N agents at once: seeds and hyper-parameters side by side in one program.
 
+The algorithm is `SACPopulation` and `train`. Below the lines of dashes is the run, mostly the same text in all scripts.
 Each agent equals a run of sac_continuous_action_torchcompile.py with its seed and its flags: it draws the same random
 numbers and makes the same updates. How agents share the work:
 
@@ -18,14 +19,15 @@ A flag takes one value per agent or one for all. The run's folder contains a fol
 the single-agent script.
 """
 
+import io
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import zipfile
 from collections import deque
@@ -33,6 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -45,6 +48,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import CudaGraphModule
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
+from torch.utils import collect_env
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -82,7 +86,6 @@ class Args:
     cuda: bool = True  # use a CUDA device if there is one
     threads: int = 0  # CPU threads for torch (0: torch's default)
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32 matmuls (high: TF32, medium: bf16)
-    torch_deterministic: bool = True  # use deterministic cuDNN kernels
 
     exp_name: str = Path(__file__).stem  # name of the experiment, used in the run's folder name
     run_dir: str = "runs"  # parent folder of all runs
@@ -92,12 +95,6 @@ class Args:
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "leanrl"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
-
-
-AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size", "policy_frequency")
-AT_LEAST_1 += ("target_network_frequency", "updates_per_step")
-AT_MOST_1 = ("gamma", "tau")
-FIXED = ("env_id", "buffer_size")  # flags that a resumed run cannot change
 
 
 class Critic(nn.Module):
@@ -177,13 +174,13 @@ class SACPopulation:
             generator = torch.Generator(device)  # continues like torch's own generator
             generator.set_state(torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state())
             self.generators.append(generator)
-        self.critic = critics[0]  # for its `forward` only
-        stacked, _ = stack_module_state(critics)
-        self.critics = {  # parameters by name, (agents, NUM_CRITICS, ...)
-            name: weights.detach().unflatten(0, (-1, NUM_CRITICS)).requires_grad_(weights.requires_grad)
-            for name, weights in stacked.items()
+        self.critic_module = critics[0]  # for its `forward` only; the weights that learn are in `self.critics`
+        weights, buffers = stack_module_state(critics)
+        self.critics = {  # by name, (agents, NUM_CRITICS, ...)
+            name: tensor.detach().unflatten(0, (-1, NUM_CRITICS)).requires_grad_(tensor.requires_grad)
+            for name, tensor in (weights | buffers).items()
         }
-        self.target_critics = {name: weights.detach().clone() for name, weights in self.critics.items()}
+        self.target_critics = {name: tensor.detach().clone() for name, tensor in self.critics.items()}
         self.actor = actors[0]  # for its methods, which act for all agents because its network does
         self.actor.net = Together([actor.net for actor in actors], self.each)
         alphas = [1.0 if args.autotune else max(agent.alpha, 1e-30) for agent in agents]
@@ -192,13 +189,11 @@ class SACPopulation:
         self.tau = torch.tensor([agent.tau for agent in agents], device=device)
         policy_lr, q_lr = [agent.policy_lr for agent in agents], [agent.q_lr for agent in agents]
         self.optimizers = {
-            "actor": PopulationAdam(self.actor.net.weights.values(), policy_lr),
+            "actor": PopulationAdam(self.actor.net.state.values(), policy_lr),
             "critics": PopulationAdam(self.critics.values(), q_lr),
             "alpha": PopulationAdam([self.log_alpha], q_lr),
         }
-        names = ["q_values", "qf_loss", "actor_loss", "entropy", "alpha"]
-        if args.autotune:
-            names.append("alpha_loss")
+        names = ["q_values", "qf_loss", "actor_loss", "entropy", "alpha"] + (["alpha_loss"] if args.autotune else [])
         self.scalars = {name: torch.zeros(len(agents), device=device) for name in names}
         self.updates = 0
 
@@ -214,9 +209,9 @@ class SACPopulation:
 
         # host-device copies: transitions and the next observations go in, actions come out
         self.host_input = torch.zeros(count, args.num_envs, sum(self.widths) + obs_dim, pin_memory=on_cuda)
-        self.input = self.host_input.to(device)  # the same memory on a CPU
+        self.device_input = self.host_input.to(device)  # the same memory on a CPU
         self.host_actions = torch.zeros(count, args.num_envs, act_dim, pin_memory=on_cuda)
-        self.actions = self.host_actions.to(device)
+        self.device_actions = self.host_actions.to(device)
         self.actions_arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
         self.update_critics = self.fast(self.update_critics, args.critic_compile_mode)
         self.update_actor = self.fast(self.update_actor)
@@ -237,13 +232,13 @@ class SACPopulation:
             target = rewards.squeeze(-1) + (1 - terminated.squeeze(-1)) * self.gamma * next_v
         q = self.q_values(self.critics, obs, actions)
         qf_loss = (q - target.unsqueeze(1)).square().mean(-1).sum(-1)  # (agents,), like all losses
-        self.store(q_values=q.mean(-1).mean(-1), qf_loss=qf_loss)
+        self.keep(q_values=q.mean(-1).mean(-1), qf_loss=qf_loss)
         self.optimizers["critics"].step(qf_loss.sum())
 
     def update_actor(self):
         """Update the actors `policy_frequency` times on `batch`, and the entropy coefficients after each time."""
         obs, *_ = self.batch.split(self.widths, -1)
-        critics = {name: weights.detach() for name, weights in self.critics.items()}
+        critics = {name: tensor.detach() for name, tensor in self.critics.items()}
         mean, log_std = self.actor.gaussian(obs)
         for noise, temperature_noise in self.actor_noise.movedim(0, 2):
             # actor loss (eq. 7)
@@ -251,7 +246,7 @@ class SACPopulation:
             q = self.q_values(critics, obs, actions).amin(1)
             alpha = self.log_alpha.exp().unsqueeze(-1)
             actor_loss = (alpha.detach() * log_prob - q).mean(-1)
-            self.store(actor_loss=actor_loss, entropy=-log_prob.mean(-1))
+            self.keep(actor_loss=actor_loss, entropy=-log_prob.mean(-1))
             self.optimizers["actor"].step(actor_loss.sum())
             mean, log_std = self.actor.gaussian(obs)  # of the new actors, for the temperature and the next step
 
@@ -260,27 +255,25 @@ class SACPopulation:
                 with torch.no_grad():
                     _, log_prob = self.actor.sample(mean, log_std, temperature_noise)
                 alpha_loss = (-alpha * (log_prob + self.target_entropy)).mean(-1)
-                self.store(alpha_loss=alpha_loss)
+                self.keep(alpha_loss=alpha_loss)
                 self.optimizers["alpha"].step(alpha_loss.sum())
-        self.store(alpha=self.log_alpha.exp())
+        self.keep(alpha=self.log_alpha.exp())
 
     @torch.no_grad()
     def update_targets(self):
         """Move the target critics toward the critics."""
-        for name, weights in self.critics.items():
-            self.target_critics[name].lerp_(weights, like(self.tau, weights))
+        for target, learned in zip(self.target_critics.values(), self.critics.values(), strict=True):
+            if target.is_floating_point():  # no counters
+                target.lerp_(learned, like(self.tau, learned))
 
     def q_values(self, critics, obs, actions):
         """Q(s, a) of all critics (agents, NUM_CRITICS, batch)."""
 
         def q_values(critics, obs, actions):
-            def q(weights):
-                return functional_call(self.critic, weights, (obs, actions))
+            def q(critic):
+                return functional_call(self.critic_module, critic, (obs, actions))
 
-            if self.args.compile or self.args.cudagraphs:
-                return vmap(q, randomness="different")(critics)
-            members = [dict(zip(critics, member, strict=True)) for member in zip(*critics.values(), strict=True)]
-            return torch.stack([q(weights) for weights in members])  # in eager mode, one at a time is faster
+            return vmap(q, randomness="different")(critics)
 
         return self.each(q_values, critics, obs, actions)
 
@@ -308,12 +301,12 @@ class SACPopulation:
 
     @torch.no_grad()
     def store_and_act(self):
-        """Store the transitions in `input` and sample actions for the next observations."""
-        transitions, obs = self.input.split((sum(self.widths), self.obs_dim), -1)
-        self.replay.write(transitions)
+        """Store the transitions in `device_input` and sample actions for the next observations."""
+        transitions, obs = self.device_input.split((sum(self.widths), self.obs_dim), -1)
+        self.replay.store(transitions)
         mean, log_std = self.actor.gaussian(obs)
         actions, _ = self.actor.sample(mean, log_std, self.acting_noise)
-        self.actions.copy_(actions)
+        self.device_actions.copy_(actions)
 
     def observe(self, obs, next_obs, actions, rewards, terminated, act_on):
         """Store a transition per environment and start computing actions for the observations `act_on`.
@@ -322,11 +315,11 @@ class SACPopulation:
         """
         columns = (obs, next_obs, actions, rewards[..., None], terminated[..., None], act_on)
         np.concatenate(columns, -1, self.host_input.numpy(), casting="unsafe")
-        self.input.copy_(self.host_input, non_blocking=True)
+        self.device_input.copy_(self.host_input, non_blocking=True)
         for noise, generator in zip(self.acting_noise, self.generators, strict=True):
             noise.normal_(generator=generator)
         self.store_and_act()
-        self.host_actions.copy_(self.actions, non_blocking=True)
+        self.host_actions.copy_(self.device_actions, non_blocking=True)
         self.actions_arrived.record()
 
     def next_actions(self):
@@ -340,11 +333,10 @@ class SACPopulation:
     def fast(self, function, compile_mode=None):
         """Compile and capture `function`, which takes and returns nothing, as the flags request."""
         if self.args.compile:
-            torch._dynamo.reset()  # otherwise code compiled for another learner could be reused
+            torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
             torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
             options = torch._inductor.list_mode_options(compile_mode or self.args.compile_mode)
-            options["guard_filter_fn"] = needed_guards
             if self.device.type == "cuda":
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels; every sum is short
                 if torch.__version__ < "2.12":
@@ -355,10 +347,10 @@ class SACPopulation:
             function = CudaGraphModule(function, warmup=3)  # captures at the third call, after compilation
         return function
 
-    def store(self, **scalars):
-        """Store scalars for the log, always in the same memory.
+    def keep(self, **scalars):
+        """Keep scalars for the log, always in the same memory.
 
-        Store values before the optimizer changes weights that they depend on: compiled code may compute them late.
+        Keep values before the optimizer changes weights that they depend on: compiled code may compute them late.
         """
         for name, value in scalars.items():
             self.scalars[name].copy_(value.detach())
@@ -379,7 +371,7 @@ class SACPopulation:
 
         Tensors missing here are not saved.
         """
-        actor = {f"net.{name}": weights for name, weights in self.actor.net.weights.items()}
+        actor = {f"net.{name}": tensor for name, tensor in self.actor.net.state.items()}
         networks = {"actor": actor, "critics": self.critics, "target_critics": self.target_critics}
         moments = {name: {"m": optimizer.m, "v": optimizer.v} for name, optimizer in self.optimizers.items()}
         stacked = {"networks": networks, "optimizers": moments, "log_alpha": self.log_alpha}
@@ -420,18 +412,12 @@ class Together(nn.Module):
         """`each` applies a function to each agent's inputs."""
         super().__init__()
         self.network = networks[0]  # for its `forward` only
-        self.weights, _ = stack_module_state(networks)  # parameters by name, (agents, ...)
+        weights, buffers = stack_module_state(networks)
+        self.state = weights | buffers  # by name, (agents, ...)
         self.each = each
 
     def forward(self, x):
-        return self.each(lambda weights, x: functional_call(self.network, weights, (x,)), self.weights, x)
-
-
-def needed_guards(guards):
-    """Drop guards on layers and globals: calls are faster, but changes to layers and globals go unnoticed."""
-    not_layers = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
-    not_globals = torch.compiler.skip_guard_on_globals_unsafe(guards)
-    return [all(keep) for keep in zip(not_layers, not_globals, strict=True)]
+        return self.each(lambda state, x: functional_call(self.network, state, (x,)), self.state, x)
 
 
 class PopulationAdam:
@@ -450,14 +436,13 @@ class PopulationAdam:
         device = self.weights[0].device
         self.lr = torch.tensor(lr, device=device)
         self.rates = torch.tensor((1 - self.beta1, 1 - self.beta2), device=device)
-        self.one = torch.ones_like(self.rates)
         self.corrections = torch.zeros_like(self.rates)  # for bias, 1 - beta**t: moving averages of ones
 
     @torch.no_grad()
     def step(self, loss):
         """Update the weights in place by the gradient of `loss`."""
         gradients = torch.autograd.grad(loss, self.weights, materialize_grads=True)  # 0 for weights not in the loss
-        self.corrections.lerp_(self.one, self.rates)
+        self.corrections.add_(self.rates * (1 - self.corrections))
         torch._foreach_lerp_(self.m, gradients, 1 - self.beta1)
         torch._foreach_mul_(self.v, self.beta2)
         torch._foreach_addcmul_(self.v, gradients, gradients, 1 - self.beta2)
@@ -485,7 +470,7 @@ class PopulationReplay:
         self.agents = torch.arange(agents, device=device).unsqueeze(-1)
         self.stored = torch.zeros((), dtype=torch.int64, device=device)  # transitions stored so far, per agent
 
-    def write(self, rows):
+    def store(self, rows):
         """Store `rows` (agents, n, width)."""
         count, size = rows.shape[1], self.rows.shape[1]
         places = (self.stored + torch.arange(count, device=rows.device)) % size
@@ -497,9 +482,12 @@ class PopulationReplay:
         return self.rows[self.agents, (uniform * self.stored.clamp(max=self.rows.shape[1])).long()]
 
     def state_dict(self, i):
-        return {"rows": self.rows[i, : self.stored].to("cpu", copy=True), "stored": self.stored.clone()}
+        rows = self.rows[i, : self.stored].to("cpu", copy=True)
+        return {"rows": rows, "stored": self.stored.clone(), "size": self.rows.shape[1]}
 
     def load_state_dict(self, i, state):
+        if state["size"] != self.rows.shape[1]:
+            refuse("buffer_size", self.rows.shape[1], f"the checkpoint has {state['size']}")
         self.rows[i, : len(state["rows"])] = state["rows"]
         self.stored.copy_(state["stored"])
 
@@ -522,9 +510,6 @@ def train(args):
     if args.cudagraphs and device.type == "cpu":
         print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
         args.cudagraphs = False
-    if args.compile and device.type == "cpu" and " " in torch.__file__ + tempfile.gettempdir():
-        remedy = f"give torch and TMPDIR paths without a space, not {torch.__file__} and {tempfile.gettempdir()}"
-        refuse("compile", True, remedy)
     agents = agents_of(args)
     envs = [make_envs(agent, folder / agent_name(i)) for i, agent in enumerate(agents)]
     require_bounded_actions(args, envs[0])
@@ -612,7 +597,7 @@ def require_bounded_actions(args, envs):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The run: command line, folder, logs, checkpoints. Nothing here depends on the algorithm.
+# The run: command line, folder, logs, checkpoints. Only the limits of flags depend on the algorithm.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -633,14 +618,17 @@ def refuse(name, value, remedy):
     raise SystemExit(2)
 
 
+AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size", "policy_frequency")
+AT_LEAST_1 += ("target_network_frequency", "updates_per_step")
+AT_MOST_1 = ("gamma", "tau")
+
+
 def prepare(args):
     """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
     for name, value in vars(args).items():
         low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.allow_tf32 = args.matmul_precision != "highest"
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads > os.cpu_count():
         refuse("threads", args.threads, f"this machine has {os.cpu_count()} cores")
@@ -653,13 +641,13 @@ def prepare(args):
     return device, Path(args.run_dir).absolute() / name.replace("/", "_").replace(":", "_")
 
 
-def load_checkpoint(resume):
-    """Load a checkpoint to the CPU; `resume` is its file or its run's folder."""
+def load_checkpoint(resume, check=False):
+    """Load a checkpoint to the CPU, with or without a check of its checksum; `resume` is its file or its folder."""
     path = Path(resume)
     if path.is_dir():
         path = path / "checkpoint.pt"
     try:
-        if zipfile.ZipFile(path).testzip() is not None:
+        if check and zipfile.ZipFile(path).testzip() is not None:
             raise ValueError("its checksum is wrong")  # torch.load does not check it
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:
@@ -667,13 +655,14 @@ def load_checkpoint(resume):
 
 
 def all_finite(state):
-    """Whether all tensors in nested dictionaries and lists are free of NaN and infinity."""
-    return all(leaf.isfinite().all() for leaf in tree_leaves(state) if torch.is_tensor(leaf))
+    """Whether all floats in nested dictionaries and lists of tensors are finite; in parts, to save memory."""
+    floats = [leaf for leaf in tree_leaves(state) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    return all(part.isfinite().all() for leaf in floats for part in leaf.reshape(-1).split(2**24))
 
 
 def replace_file(path, write):
     """Write the file at `path` with `write(file)`; a crash leaves either the old or the new file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
     temporary = path.with_suffix(".tmp")
     try:
         with open(temporary, "wb") as file:
@@ -683,7 +672,7 @@ def replace_file(path, write):
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
-        raise SystemExit(f"error: could not write {path}: is the disk full? ({error})") from error
+        raise OSError(f"could not write {path}: is the disk full? ({error})") from error
 
 
 class ProgressBar(tqdm):
@@ -695,19 +684,14 @@ class ProgressBar(tqdm):
 
 
 class Run:
-    """Context manager of the training loop: the run's folder, logs, checkpoints and orderly end.
-
-    Ctrl-C, SIGTERM and SIGHUP end the loop before its next step. Checkpoint, policy and summary are then written, as
-    they are after an error.
-    """
+    """Context manager of the training loop: logs, and files that are also written after a signal or an error."""
 
     def __init__(self, args, folder, envs, learner):
         self.args = args
         self.folder = folder
         self.envs = envs
         self.learner = learner
-        self.step = 0
-        self.episodes = 0
+        self.step = self.episodes = 0
         self.recent_returns = deque(maxlen=20)
         self.returns = np.zeros(args.num_envs)  # of the episodes in progress
         self.lengths = np.zeros(args.num_envs, int)
@@ -715,41 +699,39 @@ class Run:
         self.diverged = False
         self.pid = os.getpid()
         if args.resume is not None:
-            self.restore(load_checkpoint(args.resume))
+            self.restore(load_checkpoint(args.resume, check=True))
         self.log_step = self.saved_step = self.step
-        packages = [name for name in ("torch", "tensordict", "gymnasium", "envpool", "numpy") if name in sys.modules]
         self.config = {"script": Path(__file__).stem, "compile": False, "cudagraphs": False} | vars(args)
         self.config["device"] = torch.cuda.get_device_name() if learner.device.type == "cuda" else "cpu"
-        self.config["versions"] = {"python": sys.version} | {name: sys.modules[name].__version__ for name in packages}
+        names = ("torch", "tensordict", "gymnasium", "envpool", "numpy", "mujoco", "mujoco-warp", "warp-lang", "popgym")
+        installed = [package for name in names for package in distributions(name=name)]
+        self.config["versions"] = {"python": sys.version} | {package.name: package.version for package in installed}
+        cpu = " ".join(re.findall("Model name: +(.*)", collect_env.get_cpu_info(collect_env.run)))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.config["machine"] = {"cpu": cpu, "cores": os.cpu_count(), "memory_gib": round(memory / 2**30)}
+        policy, inputs = learner.policy()
+        shapes = tuple({0: torch.export.Dim("batch")} for _ in inputs)
+        self.program = torch.export.export(policy, inputs, dynamic_shapes=shapes)  # the forward pass for policy.pt2
         try:
-            self.make_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "config.json", "x") as file:  # no other run's
+                json.dump(self.config, file, indent=2)
+            shutil.copy(__file__, folder)
         except OSError as error:
             refuse("run_dir", args.run_dir, f"give a folder that can be written ({error})")
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-            wandb.init(**names, dir=folder, config=self.config, sync_tensorboard=True)
+            labels = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**labels, dir=folder, config=self.config, sync_tensorboard=True)
         self.writer = SummaryWriter(folder)
         size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
         self.bar = ProgressBar(**size, disable=sys.stderr is None)
         self.start_time = self.log_time = time.perf_counter()
 
-    def make_folder(self):
-        """Create the folder with configuration and script if it is missing: it may be deleted during the run."""
-        if not (self.folder / "config.json").exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.json").write_text(json.dumps(self.config, indent=2))
-            shutil.copy(__file__, self.folder)
-
     def restore(self, checkpoint):
         """Restore the run from a checkpoint."""
         try:
-            for name in FIXED:
-                if getattr(self.args, name) != checkpoint["args"][name]:
-                    refuse(name, getattr(self.args, name), f"the checkpoint has {checkpoint['args'][name]}")
-            if not all_finite(checkpoint["learner"]):
-                raise ValueError("it holds NaN or inf")
             self.learner.load_state_dict(checkpoint["learner"])
             self.step = checkpoint["global_step"]
             self.episodes = checkpoint["episodes"]
@@ -770,18 +752,22 @@ class Run:
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
-            self.signal = number
-            self.signal_time = time.perf_counter()
+            self.signal, self.signal_time = number, time.perf_counter()
         elif time.perf_counter() > self.signal_time + 1:
             raise KeyboardInterrupt
 
     def unfinished(self):
         """Whether to continue. Saves a checkpoint first if one is due."""
-        if self.step >= self.args.total_timesteps or self.signal is not None:
+        if self.step >= self.args.total_timesteps:
             return False  # `__exit__` saves the last checkpoint
         interval = self.args.checkpoint_interval
+        if interval is None:
+            interval = self.args.total_timesteps // 20
         if interval and self.step // interval > self.saved_step // interval:
-            self.save()
+            try:
+                self.save()
+            except OSError as error:
+                print(f"error: {error}; the run goes on, and its last checkpoint is kept", file=sys.stderr)
         return True
 
     def advance(self, rewards, ended):
@@ -790,7 +776,6 @@ class Run:
         self.returns += rewards
         self.lengths += 1
         for i in ended.nonzero()[0]:
-            self.make_folder()
             self.writer.add_scalar("charts/episodic_return", self.returns[i], self.step)
             self.writer.add_scalar("charts/episodic_length", self.lengths[i], self.step)
             self.recent_returns.append(float(self.returns[i]))
@@ -798,14 +783,14 @@ class Run:
             self.episodes += 1
             self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
+        if self.signal is not None:
+            raise SystemExit(128 + self.signal)
 
     def log(self, losses):
         """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
-        self.make_folder()
         now = time.perf_counter()
         self.writer.add_scalar("charts/SPS", (self.step - self.log_step) / (now - self.log_time), self.step)
-        self.log_step = self.step
-        self.log_time = now
+        self.log_step, self.log_time = self.step, now
         for name, value in losses.items():
             self.writer.add_scalar(f"losses/{name}", value, self.step)
             if "loss" in name and not math.isfinite(value):
@@ -818,19 +803,19 @@ class Run:
         raise SystemExit(f"error: step {self.step}: {what}; usual causes: {causes}")
 
     def save(self):
-        """Write checkpoint.pt and policy.pt2."""
+        """Write policy.pt2 and checkpoint.pt, which is never the newer one."""
+        self.saved_step = self.step
         state = self.learner.state_dict()
         if not all_finite(state):
             self.end_at_nan("the checkpoint would hold NaN or inf")
-        self.make_folder()
+        policy, _ = self.learner.policy()
+        self.program.state_dict.update(policy.state_dict(keep_vars=True))
+        program = io.BytesIO()  # torch.export.save would abort the process at a full disk
+        torch.export.save(self.program, program)
+        replace_file(self.folder / "policy.pt2", lambda file: file.write(program.getbuffer()))
         checkpoint = {"args": vars(self.args), "global_step": self.step, "episodes": self.episodes}
         checkpoint |= {"returns": list(self.recent_returns), "learner": state}
         replace_file(self.folder / "checkpoint.pt", lambda file: torch.save(checkpoint, file))
-        self.saved_step = self.step
-        policy, inputs = self.learner.policy()
-        batch = torch.export.Dim("batch")
-        program = torch.export.export(policy, inputs, dynamic_shapes=tuple({0: batch} for _ in inputs))
-        replace_file(self.folder / "policy.pt2", lambda file: torch.export.save(program, file))
 
     def close(self):
         """Write summary.json; close environments and logs."""
@@ -841,24 +826,26 @@ class Run:
         summary = json.dumps(self.config | results, indent=2)
         with suppress(OSError):  # stderr may be closed
             self.bar.close()
-        with suppress(Exception):  # an environment that fails to close must not fail the run
+        with suppress(Exception, SystemExit):  # an environment that fails to close must not fail the run
             self.envs.close()
-        self.make_folder()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
 
     def __exit__(self, kind, error, traceback):
+        """Save and close. What fails here does not hide the error that has ended the run."""
         try:
             if not self.diverged and kind is not KeyboardInterrupt:  # a second Ctrl-C
                 self.save()
+        except SystemExit as not_finite:
+            if error is None:
+                raise
+            print(not_finite, file=sys.stderr)
         finally:
             self.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
         if self.signal is not None and kind in (None, KeyboardInterrupt):
             raise SystemExit(128 + self.signal)
-        if kind is SystemExit and not self.diverged:
-            raise SystemExit(f"error: step {self.step}: the environment ended the program with sys.exit({error.code})")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -876,6 +863,7 @@ class Population(Run):
         self.step = 0
         self.ended = {}  # agents whose runs ended at NaN, and why
         self.signal = None
+        self.diverged = False  # an agent may be, but not all at once
         self.pid = os.getpid()
         if args.resume is not None:
             self.restore(load_checkpoint(args.resume))
@@ -883,8 +871,8 @@ class Population(Run):
             import wandb
 
             folder.mkdir(parents=True, exist_ok=True)
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-            wandb.init(**names, dir=folder, config=vars(args), sync_tensorboard=True)
+            labels = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
+            wandb.init(**labels, dir=folder, config=vars(args), sync_tensorboard=True)
         self.runs = {}  # of the remaining agents
         for i, (agent, own_envs) in enumerate(zip(learner.agents, envs, strict=True)):
             if agent_name(i) not in self.ended:
@@ -922,6 +910,8 @@ class Population(Run):
         self.step += self.args.num_envs
         for i, run in self.runs.items():
             run.advance(rewards[i], ended[i])
+        if self.signal is not None:
+            raise SystemExit(128 + self.signal)
 
     def log(self, losses):
         """Log each agent's losses, a dictionary by name."""
@@ -959,24 +949,18 @@ class Population(Run):
                 self.ended[agent_name(i)] = str(error)
                 self.runs.pop(i).close()
 
+    def close(self):
+        """Write each agent's summary.json, and population.json."""
+        for run in self.runs.values():
+            run.close()
+        summaries = sorted(self.folder.glob(agent_name("*/summary.json")))
+        returns = {path.parent.name: json.loads(path.read_text())["episodic_return"] for path in summaries}
+        results = {"global_step": self.step, "episodic_return": returns, "ended": self.ended}
+        summary = json.dumps(vars(self.args) | results, indent=2)
+        replace_file(self.folder / "population.json", lambda file: file.write(summary.encode()))
+
     def __exit__(self, kind, error, traceback):
-        try:
-            if kind is not KeyboardInterrupt:  # a second Ctrl-C
-                self.save()
-        finally:
-            for run in self.runs.values():
-                run.close()
-            summaries = sorted(self.folder.glob(agent_name("*/summary.json")))
-            returns = {path.parent.name: json.loads(path.read_text())["episodic_return"] for path in summaries}
-            results = {"global_step": self.step, "episodic_return": returns, "ended": self.ended}
-            summary = json.dumps(vars(self.args) | results, indent=2)
-            replace_file(self.folder / "population.json", lambda file: file.write(summary.encode()))
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-        if self.signal is not None and kind in (None, KeyboardInterrupt):
-            raise SystemExit(128 + self.signal)
-        if kind is SystemExit:
-            raise SystemExit(f"error: step {self.step}: the environment ended the program with sys.exit({error.code})")
+        super().__exit__(kind, error, traceback)
         if kind is None and self.ended:
             raise SystemExit(f"error: {len(self.ended)} of {len(self.learner.agents)} agents have ended at NaN")
 

@@ -485,7 +485,7 @@ def networks(learner):
     Turbo's stacked critics are separated, as in plain's nn.ModuleList.
     """
     found = learner.state_dict()["networks"]
-    if not hasattr(learner, "critic"):
+    if not hasattr(learner, "critic_module"):
         return found
     return {name: unstacked(network) if "critics" in name else network for name, network in found.items()}
 

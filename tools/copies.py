@@ -2,7 +2,7 @@
 
 python tools/copies.py                                             # list differences
 python tools/copies.py leanrl/dqn.py                               # copy the shared text of this script to all others
-python tools/copies.py --add needed_guards leanrl/td3_mine.py ...  # add a function or class that other scripts have
+python tools/copies.py --add load_tensors leanrl/td3_mine.py ...  # add a function or class that other scripts have
 
 Functions, classes and constants of the same name, types and helps of flags, and versions of packages are identical in
 all scripts. Networks and some flags are identical only in the plain and the turbo script of an algorithm. Scripts whose

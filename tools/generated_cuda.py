@@ -527,7 +527,6 @@ class Compiled:
     def __init__(self, method, options, session):
         owner, self.weights = session.twin(method.__self__)
         options = dict(options)
-        guards = options.pop("guard_filter_fn", None)
         self.name = method.__name__
         self.options = options
         self.session = session
@@ -536,7 +535,6 @@ class Compiled:
             MethodType(method.__func__, owner),
             fullgraph=True,
             backend=lambda gm, inputs: compile_fx.compile_fx(gm, inputs, inner_compile=self.compile),
-            options=guards and {"guard_filter_fn": guards},
         )
 
     def __deepcopy__(self, memo):

@@ -32,6 +32,7 @@ class Program:
         case = CASES[algo]
         suffix, *own = MODES[mode]
         common = ["--seed", SEED, "--env-id", ALGORITHMS[algo].env_id, "--run-dir", self.log.parent]
+        common += ["--checkpoint-interval", "0"]
         flags = (case.small if emulated else case.flags).split()
         words = [*TURNS, f"{algo}{suffix}", *own, *flags, *common]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

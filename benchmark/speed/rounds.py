@@ -30,8 +30,9 @@ TURBO_FLAGS = {  # flags of the turbo script, by mode
     "cudagraphs": ("--cudagraphs",),
     "compile+cudagraphs": ("--compile", "--cudagraphs"),
 }
-MODES = {"plain": (*INTERLEAVED, "{algo}")}
-MODES |= {mode: (*INTERLEAVED, "{algo}_torchcompile", *flags) for mode, flags in TURBO_FLAGS.items()}
+NO_CHECKPOINTS = "--checkpoint-interval=0"  # but the last
+MODES = {"plain": (*INTERLEAVED, "{algo}", NO_CHECKPOINTS)}
+MODES |= {mode: (*INTERLEAVED, "{algo}_torchcompile", NO_CHECKPOINTS, *flags) for mode, flags in TURBO_FLAGS.items()}
 PEERS = {  # measured if installed
     "sb3": ("-m", "benchmark.speed.peers", "sb3", "{algo}"),
     "sbx": ("-m", "benchmark.speed.peers", "sbx", "{algo}"),

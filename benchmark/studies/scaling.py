@@ -152,12 +152,12 @@ class Meter:
             return
         now = time.perf_counter()
         if self.begin is None:
-            self.begin = self.first = (step, now, learner.updates)
+            self.begin = self.first = (step, now, updates(learner, step))
         elif now >= self.begin[1] + self.window:
             self.steps_per_second.append((step - self.begin[0]) / (now - self.begin[1]))
-            self.begin = (step, now, learner.updates)
+            self.begin = (step, now, updates(learner, step))
         if len(self.steps_per_second) == WINDOWS:
-            self.updates_per_step = (learner.updates - self.first[2]) / (step - self.first[0])
+            self.updates_per_step = (updates(learner, step) - self.first[2]) / (step - self.first[0])
             self.original = learner.update
             learner.update = self.update
 
@@ -169,6 +169,13 @@ class Meter:
             self.timed = []
         if len(self.update_seconds) == WINDOWS:
             raise Enough
+
+
+def updates(learner, step):
+    """Updates until `step`; those of PPO and PQN are iterations."""
+    if hasattr(learner, "updates"):
+        return learner.updates
+    return step / (learner.args.num_steps * learner.args.num_envs)
 
 
 def measure(algo, flags, modes, seconds):

@@ -62,7 +62,7 @@ OWN_ADAM = Trick(
 +        self.optimizer = torch.optim.Adam(self.weights, lr, (self.beta1, self.beta2), **settings)
          self.corrections = torch.zeros_like(self.rates)
 
--        self.corrections.lerp_(self.one, self.rates)
+-        self.corrections.add_(self.rates * (1 - self.corrections))
 +        for parameter, gradient in zip(self.weights, gradients, strict=True):
 +            parameter.grad = gradient
 +        return self.optimizer.step()
@@ -75,10 +75,11 @@ def batched_critics(learner):
         "batched_critics",
         f"{learner}.q_values",
         "the critics as one batched matmul per layer, not one after the other",
-        (*COMPILED, "cudagraphs"),  # eager code does without it
+        ALL,
         """
--        if self.args.compile or self.args.cudagraphs:
-+        if False:
+-        return vmap(q, randomness="different")(critics)  # dropout draws a mask per critic
++        members = zip(*critics.values(), strict=True)
++        return torch.stack([q(dict(zip(critics, member, strict=True))) for member in members])
 """,
     )
 
@@ -93,13 +94,6 @@ def fast_acting(learner):
     )
 
 
-NEEDED_GUARDS = Trick(
-    "no_module_guards",
-    "needed_guards",
-    "compiled code without guards on layers, not with them",
-    COMPILED,
-    '-            options["guard_filter_fn"] = needed_guards',
-)
 DIRECT_ENVS = Trick(
     "direct_envs",
     "DirectEnvs.step",
@@ -168,7 +162,7 @@ def one_graph(learner, optimizer, network, docstring):
 +
 +    def update_minibatch(self):
 +        grad_norm = {step}(self.compute_gradient())
-         self.store(grad_norm=grad_norm)
+         self.keep(grad_norm=grad_norm)
 
 -        self.update_minibatch = self.compiled(self.update_minibatch)
 +        self.compute_gradient = self.compiled(self.compute_gradient)
@@ -199,8 +193,8 @@ TD3_FIRST_CRITIC = Trick(
     "the actor's loss computes one critic, not both",
     ALL,
     """
--        first = {name: weights[0].detach() for name, weights in self.critics.items()}
--        actor_loss = -functional_call(self.critic, first, (obs, self.actor(obs))).mean()
+-        first = {name: tensor[0].detach() for name, tensor in self.critics.items()}
+-        actor_loss = -functional_call(self.critic_module, first, (obs, self.actor(obs))).mean()
 +        critics = {name: weights.detach() for name, weights in self.critics.items()}
 +        actor_loss = -self.q_values(critics, obs, self.actor(obs))[0].mean()
 """,
@@ -248,12 +242,12 @@ PPO_GAE = Trick(
 )
 DQN_CROSSING = Trick(
     "one_crossing",
-    "BlockReplayBuffer.send",
+    "BlockReplayBuffer.upload",
     "transitions stored on the device once per update, not one by one",
     ALL,
     """
          self.collected += len(obs)
-+        self.send()
++        self.upload()
 +        self.store()
 """,
 )
@@ -301,7 +295,7 @@ PQN_TARGETS = Trick(
 """,
 )
 TRICKS = {
-    "sac_continuous_action": (batched_critics("SAC"), OWN_ADAM, fast_acting("SAC"), NEEDED_GUARDS),
+    "sac_continuous_action": (batched_critics("SAC"), OWN_ADAM, fast_acting("SAC")),
     "td3_continuous_action": (batched_critics("TD3"), TD3_FIRST_CRITIC, OWN_ADAM, TD3_SAMPLING, fast_acting("TD3")),
     "ppo_continuous_action": (
         numpy_acting("mean_actions", "host_agent.actor"),
@@ -318,7 +312,6 @@ TRICKS = {
         DQN_CROSSING,
         OWN_ADAM,
         DQN_SAMPLING,
-        NEEDED_GUARDS,
         cpp_wrapper("DQN.fast"),
     ),
     "pqn": (

@@ -173,7 +173,7 @@ def fill(learner, steps):
     for t in range(steps):
         row = {name: column[t] for name, column in columns.items()}
         if is_turbo(learner):
-            learner.replay.write(torch.cat([column.view(shape[1], -1) for column in row.values()], -1))
+            learner.replay.store(torch.cat([column.view(shape[1], -1) for column in row.values()], -1))
         else:
             learner.replay.store(**row)
     return columns
@@ -206,6 +206,24 @@ def test_returns_end_with_the_episode(script):
             assert torch.equal(batch["actions"][i], columns["actions"][start, env])
         all_starts = set(range(max(stored - 8, 0), stored - num_steps + 1))
         assert starts == {0: all_starts, 1: all_starts, 2: all_starts}, (stored, num_steps)
+
+
+@each_script
+def test_returns_end_where_a_resumed_run_begins(script):
+    """New episodes begin there: in a buffer with room, full, and overwritten in part."""
+    for stored in (5, 8, 11):
+        saved_learner, learner = (make_learner(script, buffer_size=8, num_envs=3) for _ in range(2))
+        before = fill(saved_learner, stored)
+        learner.replay.load_state_dict(saved_learner.replay.state_dict())
+        fill(learner, 2)  # observations 0 and 1, after those up to `stored` - 1
+        drawn = torch.rand(600, dtype=torch.float64) if is_turbo(learner) else 200
+        batch = learner.replay.sample(drawn, 3, 0.9)
+        last = [i for i, (start, *_) in enumerate(batch["obs"].int().tolist()) if start == stored - 1]
+        assert last
+        for i in last:
+            env = int(batch["obs"][i, 1])
+            assert batch["rewards"][i] == before["rewards"][-1, env]
+            assert torch.equal(batch["next_obs"][i], before["next_obs"][-1, env])
 
 
 # exploration, observations
@@ -310,7 +328,8 @@ def test_bfloat16_is_near_float32():
 @each_script
 def test_a_restored_learner_goes_on_alike(script):
     learner, restored = after_steps(script, 8), make_learner(script, seed=2)
-    restored.load_state_dict(saved(learner))
+    for each in (restored, learner):  # loading ends the episodes
+        each.load_state_dict(saved(learner))
     outcome = torch.randn(4, 3), torch.ones(4), *torch.ones(3, 4, dtype=torch.bool)
     for each in (learner, restored):
         torch.manual_seed(0)
@@ -376,7 +395,7 @@ check_projection = test_projection_shares_each_return_between_two_atoms
 check_returns, check_noise = test_returns_end_with_the_episode, test_each_environment_has_noise_of_its_own_size
 check_against_plain = partial(check_equal, PLAIN, steps=(6,))
 check_waits = test_the_host_waits_only_to_log
-CRITICS = ("list(self.critics.values()), self.args.tau", "list(self.critics.values()), 1.0")
+CRITICS = ("target.lerp_(learned, self.args.tau)", "target.lerp_(learned, 1.0)")
 BUGS = [
     (TURBO, "projection", "(1 - distances).clamp(min=0)", "(1 - distances).abs()", check_projection),
     (PLAIN, "projection", "probabilities * (1 - upper_share)", "probabilities * upper_share", check_projection),
@@ -394,9 +413,15 @@ BUGS = [
     (TURBO, "statistics", "normalizer.update(self.obs)", "normalizer.update(self.obs[:1])", check_against_plain),
 ]
 COUNT = "self.count = getattr(self, 'count', 0) + 1\n        self.stored.fill_(self.count)"
-ACTOR_LOSS = "self.log(actor_loss=actor_loss)"
+ACTOR_LOSS = "self.keep(actor_loss=actor_loss)"
 LATER = [  # on the emulated device
-    (TURBO, "placement", "torch.ones_like(self.rates)", "torch.ones(2)", check_runs),
+    (
+        TURBO,
+        "placement",
+        "self.corrections = torch.zeros_like(self.rates)",
+        "self.corrections = torch.zeros(2)",
+        check_runs,
+    ),
     (TURBO, "rebound", "self.stds.copy_(torch.where", "self.stds = (torch.where", check_runs),
     (TURBO, "rebound", "self.obs.copy_(obs)", "self.obs = obs", check_runs),
     (TURBO, "random numbers", "self.uniform.uniform_()", "self.uniform.fill_(np.random.rand())", check_runs),

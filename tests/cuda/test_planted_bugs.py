@@ -29,7 +29,7 @@ CONTINUES = "test_a_checkpoint_continues_in_captured_graphs"
 WEIGHTS_ALONE = "test_the_host_waits_for_weights_alone"
 FRESH_BATCHES = "test_replays_draw_fresh_batches"
 STEP_COUNT = (
-    "self.corrections.lerp_(self.one, self.rates)",
+    "self.corrections.add_(self.rates * (1 - self.corrections))",
     "self.steps = getattr(self, 'steps', 0) + 1\n        self.corrections.copy_(1 - (1 - self.rates) ** self.steps)",
 )
 NEXT_STEP_COUNT = (STEP_COUNT[0], STEP_COUNT[1].replace("'steps', 0", "'steps', 1"))
@@ -47,6 +47,7 @@ EARLY_EVENT = (
     "self.host_actions.copy_(self.actions, non_blocking=True)\n        self.actions_arrived.record()",
     "self.actions_arrived.record()\n        self.host_actions.copy_(self.actions, non_blocking=True)",
 )
+EARLY_DEVICE_EVENT = tuple(text.replace("self.actions,", "self.device_actions,") for text in EARLY_EVENT)
 CURSOR = (
     "self.stored.add_(len(rows))",
     "self.total = getattr(self, 'total', 0) + len(rows)\n        self.stored.fill_(self.total)",
@@ -57,13 +58,14 @@ REBOUND_AGENT = (
     "self.agent = copy.deepcopy(self.agent)\n        load_tensors(self.tensors(), {",
 )
 REBOUND_TARGET = (
-    "torch._foreach_lerp_(list(self.target_q.parameters())",
-    "self.target_q = copy.deepcopy(self.target_q)\n        torch._foreach_lerp_(list(self.target_q.parameters())",
+    "for target, learned in zip(self.target_q",
+    "self.target_q = copy.deepcopy(self.target_q)\n        for target, learned in zip(self.target_q",
 )
 WAIT_IN_LOOP = ("self.updates += 1", "self.updates += 1\n        self.losses()")
 OTHER_ROWS = ("self.uniform.uniform_()", "self.uniform = torch.rand_like(self.uniform)")
 OTHER_NOISE = ("self.noise.exponential_()", "self.noise = torch.empty_like(self.noise).exponential_()")
-SAME_NOISE = ("self.noise.exponential_()", "self.updates or self.noise.exponential_()")
+SAME_NOISE = ("self.noise.exponential_()", "self.noise.count_nonzero() or self.noise.exponential_()")
+WAIT_IN_UPDATE = ("self.make_batch()\n        for _", "self.make_batch()\n        self.losses()\n        for _")
 SHORT = {"buffer_size": 20, "learning_starts": 4, "total_timesteps": 24, "target_network_frequency": 10}
 SETTINGS = {
     "dqn": OTHERS["dqn"],  # two updates in one step
@@ -72,7 +74,7 @@ SETTINGS = {
 }
 BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     ("sac", "no wait for the actions", *NO_WAIT, TRAINING),
-    ("sac", "event recorded before the copy that it stands for", *EARLY_EVENT, TRAINING),
+    ("sac", "event recorded before the copy that it stands for", *EARLY_DEVICE_EVENT, TRAINING),
     ("sac", "step count of Adam kept in Python", *STEP_COUNT, TRAINING),
     ("sac", "cursor of the ring kept in Python", *CURSOR, TRAINING),
     (
@@ -107,16 +109,16 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "sac",
         "transitions that are not sent to the device",
-        "self.input.copy_(self.host_input, non_blocking=True)",
+        "self.device_input.copy_(self.host_input, non_blocking=True)",
         "pass",
         THAT_OF_THE_CPU,
     ),
     (
         "sac",
         "target networks rebound instead of moved",
-        "torch._foreach_lerp_(list(self.target_critics.values())",
-        "self.target_critics = {name: weights.clone() for name, weights in self.target_critics.items()}\n"
-        "        torch._foreach_lerp_(list(self.target_critics.values())",
+        "for target, learned in zip(self.target_critics.values()",
+        "self.target_critics = {name: tensor.clone() for name, tensor in self.target_critics.items()}\n"
+        "        for target, learned in zip(self.target_critics.values()",
         TRAINING,
     ),
     ("sac", "rows drawn into other memory", *OTHER_ROWS, TRAINING),
@@ -142,8 +144,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "td3",
         "a schedule computed in Python",
-        "torch._foreach_lerp_(targets, weights, self.args.tau)",
-        "torch._foreach_lerp_(targets, weights, self.args.tau / (1 + self.updates))",
+        "target.lerp_(tensor, self.args.tau)",
+        "target.lerp_(tensor, self.args.tau / (1 + self.updates))",
         TRAINING,
     ),
     (
@@ -206,7 +208,7 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "dqn",
         "no wait before the host's block is written again",
-        "self.block_sent.synchronize()",
+        "self.block_uploaded.synchronize()",
         "pass",
         TRAINING,
     ),
@@ -223,11 +225,11 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "dqn",
         "number of transitions kept in Python",
-        "self.sent.fill_(self.collected)",
-        "self.sent = self.collected",
+        "self.uploaded.fill_(self.collected)",
+        "self.uploaded = self.collected",
         TRAINING,
     ),
-    ("dqn", "number of transitions read by the host", "i < self.sent,", "i < int(self.sent),", TRAINING),
+    ("dqn", "number of transitions read by the host", "i < self.uploaded,", "i < int(self.uploaded),", TRAINING),
     ("dqn", "host read in a graph", "td_loss = (", "float(q.detach().mean())\n        td_loss = (", TRAINING),
     ("dqn", "rows drawn into other memory", *OTHER_ROWS, TRAINING),
     ("dqn", "target network rebound instead of moved", *REBOUND_TARGET, TRAINING),
@@ -276,7 +278,7 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         '"obs"][t].copy_(self.host_obs[t])',
         ACTIONS_ALONE,
     ),
-    ("ppo_atari", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
+    ("ppo_atari", "a wait in the loop", *WAIT_IN_UPDATE, ACTIONS_ALONE),
     ("dqn_atari", "no wait for the actions", *NO_WAIT, TRAINING),
     (
         "dqn_atari",
@@ -389,7 +391,7 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         TRAINING,
     ),
     ("pqn_atari", "loaded by rebinding after capture", *REBOUND_Q, CONTINUES),
-    ("pqn_atari", "a wait in the loop", *WAIT_IN_LOOP, ACTIONS_ALONE),
+    ("pqn_atari", "a wait in the loop", *WAIT_IN_UPDATE, ACTIONS_ALONE),
     (
         "pqn_atari",
         "columns that are not sent to the device",

@@ -72,12 +72,3 @@ def test_each_learner_of_a_process_has_its_own_settings(name, monkeypatch):
                 take_step(learner, i)
             eager, compiled = map(learnt, learners)
             assert_close_in_norm(compiled, eager, 1e-4, least=1e-6)
-
-
-def test_where_torch_cannot_compile_a_run_is_refused(name, tmp_path, capsys, monkeypatch):
-    """It does not quote the paths of its own folder and of temporary files."""
-    monkeypatch.setattr(TURBO[name].tempfile, "gettempdir", lambda: "/tmp/My Projects")
-    with pytest.raises(SystemExit) as ended:
-        TURBO[name].train(TURBO[name].Args(compile=True, cuda=False, run_dir=str(tmp_path)))
-    assert ended.value.code == 2 and not list(tmp_path.iterdir())
-    assert capsys.readouterr().err.startswith("error: --compile True: give torch and TMPDIR paths without a space")

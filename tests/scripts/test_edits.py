@@ -14,6 +14,7 @@ from conftest import (
     ENTRIES,
     assert_learners_agree,
     assert_same_state,
+    clones,
     copy_networks,
     feed_same_batches,
     load_copy,
@@ -157,12 +158,11 @@ def check_updates(plain, turbo, monkeypatch):
 
 
 def trace_only(monkeypatch, backend="eager"):
-    """Let torch.compile make graphs, with the script's own guards, but no code from them: seconds, not minutes."""
+    """Let torch.compile make graphs, but no code from them: seconds, not minutes."""
     compile = torch.compile
 
     def traced(function, options, **kwargs):
-        guards = {"guard_filter_fn": options["guard_filter_fn"]}
-        return compile(function, backend=backend, options=guards, **kwargs)
+        return compile(function, backend=backend, **kwargs)
 
     monkeypatch.setattr(torch, "compile", traced)
 
@@ -193,7 +193,6 @@ def check_graphs(script, make_turbo):
             torch.cuda.synchronize()
             assert_same_state(graphed.tensors(), eager.tensors())
             assert graphed.losses() == eager.losses()
-        assert graphed.updates == 10  # captured at the third of each kind
 
 
 def check_generated_code(make_turbo):
@@ -230,7 +229,8 @@ def check_run(module, title, folder):
         scripts.train(module, args, runs.append)
         assert (runs[-1].folder / "policy.pt2").exists()
     first, resumed = (run.learner for run in runs)
-    assert resumed.updates > first.updates > 0
+    before, after = (clones(learner.state_dict()["networks"]) for learner in (first, resumed))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
     restored = make_learner(module, seed=5, **sizes)
     restored.load_state_dict(saved(first))
     for optimizer in (*restored.optimizers.values(), *first.optimizers.values()):

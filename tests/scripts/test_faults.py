@@ -3,11 +3,14 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import traceback
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -51,21 +54,38 @@ SIGNALS += [pytest.param(PLAIN["sac"], signal.SIGINT, id="sac-SIGINT")]
 SIGNALS += [pytest.param(TURBO["dqn"], signal.SIGHUP, id="dqn-SIGHUP")]
 
 
+def before_each_step(run, function):
+    """Call `function()` in each step of a run's environments."""
+    step = run.envs.step
+
+    def call_and_step(*actions):
+        function()
+        return step(*actions)
+
+    run.envs.step = call_and_step
+
+
 @pytest.mark.parametrize(("script", "number"), SIGNALS)
 def test_a_signal_ends_every_loop(script, number, hangups, tmp_path):
-    """With checkpoint, policy and summary, and the exit code that a shell gives."""
+    """After the environments' step in which it arrives, with checkpoint, policy, summary and a shell's exit code.
 
-    def interrupt(learner, losses, step):
-        if step >= 150:
+    Several GPUs end after the iteration.
+    """
+    sent_at = []
+
+    def interrupt(run):
+        if run.step >= 150 and not sent_at:
+            sent_at.append(run.step)
             signal.raise_signal(number)
             signal.raise_signal(number)  # as from a wrapper that forwards it
 
     args = script.Args(**tiny(script), total_timesteps=1000, run_dir=str(tmp_path))
     with pytest.raises(SystemExit) as ended:
-        train(script, args, on_log=interrupt)
+        train(script, args, on_start=lambda run: before_each_step(run, lambda: interrupt(run)))
     assert ended.value.code == 128 + number
     (folder,) = tmp_path.iterdir()
-    assert 150 <= checkpoint_step(folder) == summary(folder)["global_step"] < 500
+    iteration = args.num_envs * (args.num_steps if hasattr(script, "JointRun") else 1)
+    assert checkpoint_step(folder) == summary(folder)["global_step"] == sent_at[0] + iteration
     assert (folder / "policy.pt2").exists()
 
 
@@ -196,48 +216,90 @@ def test_kill_9_leaves_a_checkpoint_to_resume_from(either, tmp_path):
     assert summary(folder)["global_step"] == step + 10
 
 
-def test_a_checkpoint_is_replaced_whole_or_not_at_all(either, tmp_path, monkeypatch):
-    """The disk is full in the middle of the second checkpoint: the first is still there, and nothing half written."""
+def test_a_checkpoint_is_replaced_whole_or_not_at_all(either, tmp_path, monkeypatch, capsys):
+    """The disk is full from the middle of the second checkpoint on: the first is still there, nothing half written.
+
+    The run goes on, as there may be room again.
+    """
     write, checkpoints = torch.save, []
 
     def fill_the_disk(content, file, **kwargs):
         write(content, file, **kwargs)
-        if "global_step" in content:
-            checkpoints.append(content)
-        if len(checkpoints) > 1:
+        checkpoints.extend([content] * ("global_step" in content))
+        if "global_step" in content and len(checkpoints) > 1:
             file.truncate(file.tell() // 2)
             raise RuntimeError("unexpected pos 270208 vs 270096")  # what torch says
 
     monkeypatch.setattr(torch, "save", fill_the_disk)
-    with pytest.raises(SystemExit, match=r"error: could not write .*checkpoint.pt: is the disk full\?"):
+    line = r"could not write .*checkpoint.pt: is the disk full\? (.*)"
+    with pytest.raises(OSError, match=line):
         run_tiny(either, tmp_path, checkpoint_interval=150, total_timesteps=400)
+    assert re.search(rf"error: {line}; the run goes on, and its last checkpoint is kept", capsys.readouterr().err)
     (folder,) = tmp_path.iterdir()
-    assert checkpoint_step(folder) == 150 and summary(folder)["global_step"] == 300
+    assert checkpoint_step(folder) == 150 and summary(folder)["global_step"] == 400
     assert not list(folder.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("gone_before", ["advance", "log", "save"])
-def test_a_folder_that_is_deleted_is_made_again(either, gone_before, tmp_path):
-    """Before an episode ends, a log or a checkpoint; with all that evaluation needs."""
-    step = []
+@pytest.mark.parametrize("name", ["policy.pt2", "checkpoint.pt", "summary.json"])
+def test_the_error_that_ends_a_run_is_shown_while_the_disk_is_full(either, name, tmp_path, monkeypatch):
+    """The error of the file is shown below it."""
+    write = either.replace_file
 
-    def delete_first(run):
-        function = getattr(run, gone_before)
+    def fill_the_disk(path, content):
+        if path.name == name:
+            raise OSError(f"could not write {path}: is the disk full?")
+        write(path, content)
 
-        def delete_and_go_on(*arguments):
-            if run.step >= 150 and not step:
-                step.append(run.step)
-                run.writer.flush()  # or TensorBoard's thread may write queued events to a folder that is gone
-                shutil.rmtree(run.folder)
-            function(*arguments)
+    def fail(learner, losses, step):
+        raise ZeroDivisionError("of the environment")
 
-        setattr(run, gone_before, delete_and_go_on)
-
-    sizes = {"env_id": countdown(either, "Truncates"), "total_timesteps": 250}
-    train(either, either.Args(**tiny(either) | sizes, run_dir=str(tmp_path)), on_start=delete_first)
+    monkeypatch.setattr(either, "replace_file", fill_the_disk)
+    with pytest.raises(OSError, match=f"could not write .*{name}: is the disk full") as ended:
+        train(either, either.Args(**tiny(either), total_timesteps=1000, run_dir=str(tmp_path)), on_log=fail)
+    assert "ZeroDivisionError: of the environment" in "".join(traceback.format_exception(ended.value))
     (folder,) = tmp_path.iterdir()
-    names = {"checkpoint.pt", "policy.pt2", "summary.json", "config.json", f"{stem(either)}.py"}
-    assert step and {path.name for path in folder.iterdir()} >= names
+    assert (folder / "summary.json").exists() == (name != "summary.json")
+
+
+def test_the_error_that_ends_a_run_is_shown_where_weights_are_nan(either, tmp_path, capsys):
+    def spoil_and_fail(learner, losses, step):
+        networks = learner.state_dict()["networks"]
+        next(tensor for _, tensor in leaves(networks) if tensor.is_floating_point()).data.fill_(float("nan"))
+        raise ZeroDivisionError("of the environment")
+
+    with pytest.raises(ZeroDivisionError, match="of the environment"):
+        train(either, either.Args(**tiny(either), total_timesteps=1000, run_dir=str(tmp_path)), on_log=spoil_and_fail)
+    (folder,) = tmp_path.iterdir()
+    assert "the checkpoint would hold NaN or inf" in capsys.readouterr().err
+    assert not (folder / "checkpoint.pt").exists() and (folder / "summary.json").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_does_not_abort_the_process_at_the_policy(either, tmp_path):
+    """As torch.export.save does, in C++."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'leanrl')!r}); import {stem(either)} as script, pathlib\n"
+    code += "replace_file = script.replace_file\n"
+    code += "def full(path, write):\n"
+    code += "    path.with_suffix('.tmp').symlink_to('/dev/full')\n"
+    code += "    replace_file(path, write)\n"
+    code += "script.replace_file = full\n"
+    code += f"script.train(script.Args(run_dir={str(tmp_path)!r}, **{tiny(either)!r}, total_timesteps=100))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "policy.pt2: is the disk full? ([Errno 28] No space left on device)" in done.stderr
+
+
+def test_a_save_makes_the_folder_that_was_deleted(either, tmp_path):
+    """TensorBoard ends the run with an error, as its file is gone; nothing that was learned is lost."""
+
+    def delete(learner, losses, step):
+        for folder in tmp_path.iterdir():
+            shutil.rmtree(folder)
+
+    with pytest.raises(FileNotFoundError, match=r"events\.out"):
+        train(either, either.Args(**tiny(either), total_timesteps=10**6, run_dir=str(tmp_path)), on_log=delete)
+    (folder,) = tmp_path.iterdir()
+    assert {"checkpoint.pt", "policy.pt2", "summary.json"} <= {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("stderr", ["2>&1 >/dev/null | head -c 200", "2>/dev/full", "2>&-"])

@@ -4,8 +4,9 @@ from functools import partial
 
 import conftest
 import pytest
+import test_fast_td3
 import torch
-from conftest import TURBO, make_learner, networks
+from conftest import POPULATION, TURBO, make_learner, networks
 from emulated_cuda import emulated_cuda
 from test_edits import check_graphs, check_one_graph, check_updates, take_step, trace_only
 from torch import nn
@@ -69,6 +70,53 @@ def test_frozen_and_tied_layers_work(network, change, monkeypatch):
     check_one_graph(partial(make_learner, SCRIPT), monkeypatch)
 
 
+def batch_norm(network):
+    network.net[0].register_parameter("bias", None)
+    network.net.insert(1, nn.BatchNorm1d(network.net[0].out_features))
+
+
+def test_batch_norm_in_the_critics_of_td3(monkeypatch):
+    """SAC's is an edit of the page."""
+    plain, turbo = conftest.PLAIN["td3"], TURBO["td3"]
+    edit(monkeypatch, "Critic", batch_norm, (plain, turbo))
+    check_updates(make_learner(plain), make_learner(turbo), monkeypatch)
+    check_graphs(turbo, partial(make_learner, turbo))
+    check_one_graph(partial(make_learner, turbo), monkeypatch)
+
+
+def test_batch_norm_in_the_critics_of_fast_td3(monkeypatch):
+    plain, turbo = conftest.PLAIN["fast_td3"], TURBO["fast_td3"]
+    edit(monkeypatch, "Critic", batch_norm, (plain, turbo))
+    test_fast_td3.check_equal(plain, turbo, steps=(6,))
+
+
+def test_batch_norm_in_the_critics_of_a_population(monkeypatch):
+    """Each agent does what it does alone, and its statistics are saved."""
+    edit(monkeypatch, "Critic", batch_norm, (SCRIPT, POPULATION))
+    sizes = {"batch_size": 16, "buffer_size": 40}
+    args = POPULATION.Args(seeds=(1, 2), **sizes)
+    agents = POPULATION.agents_of(args)
+    envs = [conftest.make_envs(SCRIPT, SCRIPT.Args(**conftest.entry_of(SCRIPT).small), torch.device("cpu"))] * 2
+    population = POPULATION.SACPopulation(args, agents, envs, torch.device("cpu"))
+    alone = [make_learner(SCRIPT, seed=agent.seed, **sizes) for agent in agents]
+    rows = torch.randn(2, 40, population.replay.rows.shape[-1])
+    population.replay.store(rows)
+    for learner, own in zip(alone, rows, strict=True):
+        learner.replay.store(own)
+    for i, learner in enumerate(alone):
+        torch.set_rng_state(population.generators[i].get_state())
+        for _ in range(4):
+            learner.update()
+    for _ in range(4):
+        population.update()
+    for i, learner in enumerate(alone):
+        got, wanted = (
+            conftest.clones(x) for x in (population.state_dict(i)["networks"], learner.tensors()["networks"])
+        )
+        assert any("running_mean" in name for name in wanted)
+        conftest.assert_close_in_norm(got, wanted, 1e-4, least=1e-6)
+
+
 @pytest.mark.parametrize("change", [lambda actor: actor.net.insert(1, RunningMean(256)), spectral_norm])
 def test_statistics_of_the_actor_stay_inside_the_graphs(change, monkeypatch):
     edit(monkeypatch, "Actor", change)
@@ -84,10 +132,10 @@ def test_statistics_of_the_actor_stay_inside_the_graphs(change, monkeypatch):
 
 def test_scalars_are_detached_and_known_by_name():
     learner = make_learner(SCRIPT)
-    learner.store(qf_loss=torch.tensor(4.0, requires_grad=True))
+    learner.keep(qf_loss=torch.tensor(4.0, requires_grad=True))
     assert learner.losses()["qf_loss"] == 4.0 and not learner.scalars["qf_loss"].requires_grad
     with pytest.raises(KeyError, match="unheard"):
-        learner.store(unheard=torch.tensor(4.0))
+        learner.keep(unheard=torch.tensor(4.0))
 
 
 def test_a_number_of_the_learner_that_appears_later_is_not_frozen(monkeypatch):
@@ -95,7 +143,7 @@ def test_a_number_of_the_learner_that_appears_later_is_not_frozen(monkeypatch):
         def update_critics(self):
             self.count = getattr(self, "count", 0) + 1
             super().update_critics()
-            self.store(q_values=torch.full((), float(self.count)))
+            self.keep(q_values=torch.full((), float(self.count)))
 
     trace_only(monkeypatch)
     monkeypatch.setattr(SCRIPT, "SAC", Counting)

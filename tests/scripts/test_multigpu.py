@@ -14,6 +14,7 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import conftest
 import emulated_cuda
@@ -79,7 +80,7 @@ def become(script, rank, ranks, port, stderr, patience=PATIENCE):
     script.WORLD_SIZE = script.LOCAL_WORLD_SIZE = ranks
     script.TIMEOUT = timedelta(seconds=patience)
     script.make_pool = lambda args, seed: Games(args.num_envs, seed)
-    torch.export.export = torch.export.save = lambda *args, **kwargs: None  # no policies, to save time
+    torch.export.export, torch.export.save = MagicMock(), MagicMock()  # no policies, to save time
 
 
 def launch(script, ranks, program, folder, patience=PATIENCE):

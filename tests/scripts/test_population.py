@@ -295,7 +295,7 @@ def assert_refused(folder, message, capsys, flags):
 
 
 def test_a_population_that_does_not_fit_is_refused(tmp_path, capsys):
-    """Other seeds or agents, another environment, a checkpoint that is gone, and no population at all."""
+    """Other seeds or agents, another buffer, a checkpoint that is gone, and no population at all."""
     folder = train_population(tmp_path / "all", total_timesteps=20)
     flags = {"resume": str(folder), "total_timesteps": 40}
 
@@ -304,7 +304,7 @@ def test_a_population_that_does_not_fit_is_refused(tmp_path, capsys):
 
     refused("--seeds 1 5 8: the checkpoint has 1 5 9", seeds=(1, 5, 8))
     refused("--seeds 1 5: the checkpoint has 1 5 9", agents=(0, 1))
-    refused("--env-id Truncates-v0: the checkpoint has Pendulum-v1", env_id="Truncates-v0")
+    refused("--buffer-size 99: the checkpoint has 300", buffer_size=99)
     refused("--total-timesteps 20: give more than 20, the checkpoint's step", total_timesteps=20)
     refused(f"--resume {folder / 'agent_1'}: give the folder of a population", resume=str(folder / "agent_1"))
     (folder / "agent_1" / "checkpoint.pt").unlink()

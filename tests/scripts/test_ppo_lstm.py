@@ -250,6 +250,22 @@ def test_learning_sees_what_acting_saw(script, cell, env_id):
         learner.update(0.0)
         assert learner.losses()["approx_kl"] == pytest.approx(0, abs=2e-7)
         assert learner.losses()["clipfrac"] == 0
+        assert learner.losses()["first_log_ratio"] < 1e-4
+
+
+def test_a_cell_that_acts_in_another_way_than_it_learns_is_logged(tmp_path):
+    """Also with --target-kl, which runs each epoch by itself."""
+    turbo = conftest.TURBO["ppo_lstm"]
+    source = Path(turbo.__file__).read_text()
+    edit = ("(from_obs + from_state).chunk(4, -1)", "(from_obs + from_state + 0.1).chunk(4, -1)")
+    assert source.count(edit[0]) == 1
+    copy = conftest.load_copy("ppo_lstm_torchcompile", source.replace(*edit), tmp_path)
+    for target_kl in (None, 1e9):
+        for script, least, most in ((turbo, 0.0, 1e-4), (copy, 1e-3, 1.0)):
+            learner = remembering(script, cell="lstm", target_kl=target_kl)
+            roll_out([learner], seed=0, ends=0.05)
+            learner.update(3e-3)
+            assert least <= learner.losses()["first_log_ratio"] < most
 
 
 def test_environments_are_apart(script):
@@ -382,12 +398,13 @@ def test_what_does_not_fit_is_refused(script, wrong, line, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_resumed_run_keeps_its_cell(script, tmp_path, capsys):
+def test_a_checkpoint_of_another_cell_is_refused(script, tmp_path, capsys):
     script.train(script.Args(run_dir=str(tmp_path), total_timesteps=32, **TINY))
     (run,) = tmp_path.iterdir()
     args = script.Args(run_dir=str(tmp_path), total_timesteps=64, resume=str(run), **TINY | {"cell": "gru"})
     capsys.readouterr()
-    assert refused(capsys, partial(script.train, args)).startswith("error: --cell gru: the checkpoint has lstm")
+    line = refused(capsys, partial(script.train, args))
+    assert line.startswith(f"error: --resume {run}: this checkpoint does not fit the script: ")
 
 
 # capture
@@ -433,11 +450,11 @@ LATE_TURBO = f"self.ended[t] = ended\n        self.start[:, 0], self.late = {LAT
 MIXED = "self.critic(state[..., :HIDDEN] + 0.1 * state[..., :HIDDEN].mean(0)).squeeze(-1)"
 VALUE = "self.critic(state[..., :HIDDEN]).squeeze(-1)"
 STEPS = "zip(obs, starts, strict=True)"
-KEEP = "keep = 1 - starts.unsqueeze(-1)"
-KEEP_FIRST = f"{KEEP}\n        keep = vars(self).setdefault('keep', keep)"
+GOES_ON = "goes_on = 1 - starts.unsqueeze(-1)"
+FIRST_MASK = f"{GOES_ON}\n        goes_on = vars(self).setdefault('mask', goes_on)"
 RESET = "(1 - starts) * self.state"
-RESET_ALL = "state = keep[t] * state"
-RESET_HIDDEN = "state = torch.cat((keep[t] * state[:, :HIDDEN], state[:, HIDDEN:]), -1)"
+RESET_ALL = "state = goes_on[t] * state"
+RESET_HIDDEN = "state = torch.cat((goes_on[t] * state[:, :HIDDEN], state[:, HIDDEN:]), -1)"
 BRANCH = "(1 - starts) * self.state if self.start.any() else self.state"
 OWN_STATE = "self.states[0].index_select(0, env_ids)"
 PLAIN_BUGS = [  # what is wrong, what is replaced by what, who sees it
@@ -455,17 +472,22 @@ PLAIN_BUGS = [  # what is wrong, what is replaced by what, who sees it
 ]
 TURBO_BUGS = [
     ("no reset in acting", RESET, "self.state", resets),
-    ("no reset in learning", KEEP, "keep = torch.ones_like(starts).unsqueeze(-1)", same_in_learning),
+    ("no reset in learning", GOES_ON, "goes_on = torch.ones_like(starts).unsqueeze(-1)", same_in_learning),
     ("no reset of the cell state", RESET_ALL, RESET_HIDDEN, same_in_learning),
-    ("gradient across resets", "(keep * states[:-1, :, :HIDDEN])", "(states[:-1, :, :HIDDEN])", check_equal),
+    ("gradient across resets", "(goes_on * states[:-1, :, :HIDDEN])", "(states[:-1, :, :HIDDEN])", check_equal),
     ("gradient without states", "hidden.copy_", "hidden.clone().copy_", check_equal),
-    ("gradient of the states after", "keep * states[:-1, :, :HIDDEN]", "keep * states[1:, :, :HIDDEN]", check_equal),
+    (
+        "gradient of the states after",
+        "goes_on * states[:-1, :, :HIDDEN]",
+        "goes_on * states[1:, :, :HIDDEN]",
+        check_equal,
+    ),
     ("reset one step late", "self.ended[t] = self.start[:, 0] = ended", LATE_TURBO, resets),
-    ("reset one step late in learning", KEEP, f"{KEEP}.roll(1, 0)", same_in_learning),
+    ("reset one step late in learning", GOES_ON, f"{GOES_ON}.roll(1, 0)", same_in_learning),
     ("environments mix", VALUE, MIXED, resets),
     ("state of another environment", OWN_STATE, "self.states[0].index_select(0, env_ids.flip(0))", same_in_learning),
     ("sequences begin with the last state", OWN_STATE, "self.state.index_select(0, env_ids)", same_in_learning),
-    ("mask of the first minibatch for all", KEEP, KEEP_FIRST, check_equal),
+    ("mask of the first minibatch for all", GOES_ON, FIRST_MASK, check_equal),
     ("mask frozen at capture", RESET, BRANCH, check_captured),
     ("state rebound", "self.state.copy_(state)", "self.state = state", check_captured),
     ("first state rebound", "self.states[0].copy_(self.state)", "self.states = self.states.roll(1, 0)", check_captured),

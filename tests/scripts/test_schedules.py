@@ -305,7 +305,13 @@ BUGS = [  # script, what is wrong, what is replaced by what, who notices
         "self.log_step = self.step\n        self.saved_step = 0",
         check_checkpoints,
     ),
-    (TURBO["dqn"], "speed since the start", "self.log_time = now", "pass", check_speed),
+    (
+        TURBO["dqn"],
+        "speed since the start",
+        "self.log_step, self.log_time = self.step, now",
+        "self.log_step = self.step",
+        check_speed,
+    ),
     (
         PLAIN["dqn"],
         "speed with steps of an earlier run",
@@ -329,7 +335,7 @@ BUGS = [  # script, what is wrong, what is replaced by what, who notices
     (TURBO["fast_td3"], "the same episodes again", *WORLDS_AGAIN, check_seeds),
     (TURBO["fast_td3"], "episodes of the last log alone", "self.episodes +=", "self.episodes =", check_episodes),
     (PLAIN["ppo_gpu"], "lengths with resets", "rewards * valid, valid)", "rewards * valid, valid**0)", check_episodes),
-    (TURBO["ppo_gpu"], "steps of one environment", "self.step += steps *", "self.step += 1 *", check_speed),
+    (TURBO["ppo_gpu"], "steps of one environment", "self.step += self.args.num_envs", "self.step += 1", check_speed),
     (TURBO["dqn_atari"], "the same games again", *GAMES_AGAIN, check_seeds),
     (MULTI, "the same games again", *GAMES_AGAIN, check_seeds),
     (TURBO["sac"], "the same actions again", *SAMPLED, check_seeds),

@@ -13,7 +13,7 @@ from common.algorithms import ALGORITHMS
 
 SCRIPTS = sorted((copies.ROOT / "leanrl").glob("*.py"))
 THIRD_PARTY = {"envpool", "gymnasium", "matplotlib", "numpy", "tensordict", "torch", "tqdm", "tyro", "wandb"}
-CONTRACT = {"exp_name", "torch_deterministic", "cuda", "track", "wandb_project_name", "wandb_entity"}
+CONTRACT = {"exp_name", "cuda", "track", "wandb_project_name", "wandb_entity"}
 CONTRACT |= {"capture_video", "env_id", "total_timesteps", "num_envs", "run_dir", "checkpoint_interval", "resume"}
 CONTRACT |= {"threads", "matmul_precision"}
 TURBO_ONLY = {"compile", "cudagraphs", "compile_mode"}
@@ -126,7 +126,8 @@ def test_flags(script):
     assert turbo or not names & TURBO_ONLY
     for name in names:
         assert re.search(rf"(args|agent)\.{name}\b", source), f"--{name} has no effect"
-    limits = {"AT_LEAST_1", "AT_MOST_1", "FIXED"}
+    assert ("torch_deterministic" in names) == ("cudnn" in source)
+    limits = {"AT_LEAST_1", "AT_MOST_1"}
     for node in tree.body:
         if isinstance(node, (ast.Assign, ast.AugAssign)):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
