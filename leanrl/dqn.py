@@ -371,8 +371,9 @@ def replace_file(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(f"could not write {path}: is the disk full? ({error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class ProgressBar(tqdm):
@@ -442,13 +443,13 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
         self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
+        """End the loop in `advance`. A second signal interrupts at once, except within a second: wrappers send two."""
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
@@ -484,7 +485,7 @@ class Run:
             self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
         if self.signal is not None:
-            raise SystemExit(128 + self.signal)
+            raise SystemExit(128 + self.signal)  # through `__exit__`, which saves
 
     def log(self, losses):
         """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
@@ -528,8 +529,8 @@ class Run:
             self.bar.close()
         with suppress(Exception, SystemExit):  # an environment that fails to close must not fail the run
             self.envs.close()
-        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
+        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
 
     def __exit__(self, kind, error, traceback):
         """Save and close. What fails here does not hide the error that has ended the run."""

@@ -136,7 +136,7 @@ class DQN:
         steps_in_buffer = max(1, args.buffer_size // args.num_envs)
         block_size = min(steps_between, steps_in_buffer) * args.num_envs
         self.replay = BlockReplayBuffer(args.buffer_size, block_size, sum(self.widths), device)
-        self.store_and_learn = self.fast(self.store_and_learn)
+        self.store_and_learn = self.fast(self.store_and_learn)  # replaces the method
 
     def store_and_learn(self):
         """Store the newest transitions, then update the Q-network."""
@@ -229,7 +229,7 @@ class DQN:
         }
 
     def state_dict(self):
-        """All state needed to resume bit for bit."""
+        """All of the learner's state, with which it goes on bit for bit."""
         return self.tensors() | {
             "replay": self.replay.state_dict(),
             "updates": self.updates,
@@ -589,8 +589,9 @@ def replace_file(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(f"could not write {path}: is the disk full? ({error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class ProgressBar(tqdm):
@@ -660,13 +661,13 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
         self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
+        """End the loop in `advance`. A second signal interrupts at once, except within a second: wrappers send two."""
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
@@ -702,7 +703,7 @@ class Run:
             self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
         if self.signal is not None:
-            raise SystemExit(128 + self.signal)
+            raise SystemExit(128 + self.signal)  # through `__exit__`, which saves
 
     def log(self, losses):
         """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
@@ -746,8 +747,8 @@ class Run:
             self.bar.close()
         with suppress(Exception, SystemExit):  # an environment that fails to close must not fail the run
             self.envs.close()
-        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
+        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
 
     def __exit__(self, kind, error, traceback):
         """Save and close. What fails here does not hide the error that has ended the run."""

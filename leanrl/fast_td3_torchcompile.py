@@ -224,7 +224,7 @@ class FastTD3:
         self.batch_obs = torch.zeros(args.batch_size, envs.width, device=device)
         self.batch_valid = torch.zeros(args.batch_size, device=device)
 
-        self.compute_actions = self.compiled(self.compute_actions)
+        self.compute_actions = self.compiled(self.compute_actions)  # replaces the method
         self.store_step = self.compiled(self.store_step)
         self.update_critics = self.compiled(self.update_critics)
         self.update_actor = self.compiled(self.update_actor)
@@ -775,8 +775,9 @@ def replace_file(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(f"could not write {path}: is the disk full? ({error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class ProgressBar(tqdm):
@@ -848,13 +849,13 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
         self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
+        """End the loop in `advance`. A second signal interrupts at once, except within a second: wrappers send two."""
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
@@ -881,7 +882,7 @@ class Run:
         self.step += self.args.num_envs
         self.bar.update(self.args.num_envs)
         if self.signal is not None:
-            raise SystemExit(128 + self.signal)
+            raise SystemExit(128 + self.signal)  # through `__exit__`, which saves
 
     def log(self, losses):
         """Log losses, the speed, and the episodes among `losses` by name. End the run if a loss is not finite."""
@@ -935,8 +936,8 @@ class Run:
             self.bar.close()
         with suppress(Exception, SystemExit):  # an environment that fails to close must not fail the run
             self.envs.close()
-        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
+        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
 
     def __exit__(self, kind, error, traceback):
         """Save and close. What fails here does not hide the error that has ended the run."""

@@ -172,7 +172,7 @@ class PPO:
         self.epochs_at_once = args.update_epochs if args.target_kl is None else 1
         self.orders = torch.zeros(self.epochs_at_once, batch_size, dtype=torch.int64, device=device)
 
-        self.update_minibatch = self.compiled(self.update_minibatch)
+        self.update_minibatch = self.compiled(self.update_minibatch)  # replaces the method
         self.make_batch = self.captured(self.make_batch)
         self.learn = self.captured(self.learn)
 
@@ -262,7 +262,7 @@ class PPO:
 
     @torch.no_grad()
     def start_rollout(self):
-        """Wait for the newest weights, and draw the noise for all actions of the rollout."""
+        """Wait for the newest weights, and draw the noise, with its deviation, for all actions of the rollout."""
         self.host_agent.load_state_dict(self.agent.state_dict())
         noise = torch.randn(self.noise.shape) * self.host_agent.log_std.exp()
         self.noise[:] = noise.numpy()
@@ -271,7 +271,7 @@ class PPO:
         """Sampled actions for step `t` of the rollout and normalized `obs`, both NumPy (num_envs, ...)."""
         actions = self.mean_actions(obs) + self.noise[t]
         self.obs[t] = obs
-        self.actions[t] = actions
+        self.actions[t] = actions  # not clipped: their density is known
         return actions.clip(self.low, self.high)
 
     def record(self, t, next_obs, rewards, terminated, ended, act_on):
@@ -330,7 +330,7 @@ class PPO:
         return {"networks": networks, "optimizers": optimizers, "normalizer": self.normalizer.tensors()}
 
     def state_dict(self):
-        """All state needed to resume bit for bit."""
+        """All of the learner's state, with which it goes on bit for bit."""
         return self.tensors() | {
             "rng": torch.get_rng_state(),
             "cuda_rng": [torch.cuda.get_rng_state()] if self.device.type == "cuda" else [],
@@ -658,8 +658,9 @@ def replace_file(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(f"could not write {path}: is the disk full? ({error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class ProgressBar(tqdm):
@@ -729,13 +730,13 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
         self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
+        """End the loop in `advance`. A second signal interrupts at once, except within a second: wrappers send two."""
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
@@ -771,7 +772,7 @@ class Run:
             self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
         if self.signal is not None:
-            raise SystemExit(128 + self.signal)
+            raise SystemExit(128 + self.signal)  # through `__exit__`, which saves
 
     def log(self, losses):
         """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
@@ -815,8 +816,8 @@ class Run:
             self.bar.close()
         with suppress(Exception, SystemExit):  # an environment that fails to close must not fail the run
             self.envs.close()
-        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
+        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
 
     def __exit__(self, kind, error, traceback):
         """Save and close. What fails here does not hide the error that has ended the run."""

@@ -207,7 +207,7 @@ class PPO:
         names.append("first_log_ratio")
         self.scalars = {name: torch.zeros((), device=device) for name in names}
 
-        # the rollout, in host memory and on the device
+        # the rollout, in host memory and on the device: obs, starts, noise, next_obs, actions, and three scalars
         on_cuda = device.type == "cuda"
         steps = (args.num_steps, envs.num_envs)
         self.rollout_widths = [obs_dim, 1, self.agent.outputs, obs_dim, act_dim, 3]
@@ -225,13 +225,13 @@ class PPO:
         self.host_chosen = torch.zeros(envs.num_envs, act_dim, pin_memory=on_cuda)
         self.chosen = self.host_chosen.to(device)
 
-        # learning: observations, actions, and five scalars
+        # learning: obs, actions, and starts, log_prob, values, advantages, returns
         self.batch_widths = [obs_dim, act_dim, 5]
         self.batch = torch.zeros(*steps, sum(self.batch_widths), device=device)
         # with --target-kl, the host checks the divergence after each epoch
         self.epochs_at_once = args.update_epochs if args.target_kl is None else 1
         self.orders = torch.zeros(self.epochs_at_once, envs.num_envs, dtype=torch.int64, device=device)
-        self.from_obs = self.compiled(self.from_obs)
+        self.from_obs = self.compiled(self.from_obs)  # replaces the method
         self.unroll_chunk = self.compiled(self.unroll_chunk)
         self.loss = self.compiled(self.loss)
         self.step_adam = self.compiled(self.optimizers["agent"].step)
@@ -266,13 +266,12 @@ class PPO:
     def unroll(self, obs, starts, state):
         """The states (num_steps, sequences, state_dim) after each step of sequences with the initial state `state`.
 
-        First come the terms of the gates that need no state, for all steps; then the steps, `chunk` at a time; then the
-        hidden states are filled in, of which only the backward pass of `bias` makes use.
+        First come the terms of the gates that need no state, for all steps; then the steps, `chunk` at a time.
         """
         cell = self.agent.cell
         chunk = math.gcd(self.args.num_steps, CHUNK)
         goes_on = 1 - starts.unsqueeze(-1)
-        hidden = torch.empty(*obs.shape[:2], HIDDEN, device=self.device)  # inputs of the recurrent matmul
+        hidden = torch.empty(*obs.shape[:2], HIDDEN, device=self.device)  # for the backward pass alone, filled below
         bias = RecurrentBias.apply(cell.weight_hh, cell.bias_hh, hidden)
         states = [state[None]]
         state = state.requires_grad_()  # like the states between chunks, so that all chunks share one compiled function
@@ -441,7 +440,7 @@ class PPO:
         return {"networks": networks, "optimizers": optimizers, "normalizer": self.normalizer.tensors()}
 
     def state_dict(self):
-        """All state needed to resume bit for bit."""
+        """All of the learner's state, with which it goes on bit for bit."""
         return self.tensors() | {
             "rng": torch.get_rng_state(),
             "cuda_rng": [torch.cuda.get_rng_state()] if self.device.type == "cuda" else [],
@@ -779,8 +778,9 @@ def replace_file(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(f"could not write {path}: is the disk full? ({error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class ProgressBar(tqdm):
@@ -850,13 +850,13 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
         self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
+        """End the loop in `advance`. A second signal interrupts at once, except within a second: wrappers send two."""
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
@@ -892,7 +892,7 @@ class Run:
             self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
         if self.signal is not None:
-            raise SystemExit(128 + self.signal)
+            raise SystemExit(128 + self.signal)  # through `__exit__`, which saves
 
     def log(self, losses):
         """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
@@ -936,8 +936,8 @@ class Run:
             self.bar.close()
         with suppress(Exception, SystemExit):  # an environment that fails to close must not fail the run
             self.envs.close()
-        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
+        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
 
     def __exit__(self, kind, error, traceback):
         """Save and close. What fails here does not hide the error that has ended the run."""

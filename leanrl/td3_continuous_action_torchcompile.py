@@ -167,7 +167,7 @@ class TD3:
         self.device_actions = self.host_actions.to(device)
         self.actions_arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
         self.low, self.high = envs.single_action_space.low, envs.single_action_space.high
-        self.update_critics = self.fast(self.update_critics, args.critic_compile_mode)
+        self.update_critics = self.fast(self.update_critics, args.critic_compile_mode)  # replaces the method
         self.update_actor = self.fast(self.update_actor)
         self.update_targets = self.fast(self.update_targets)
         self.store_and_act = self.fast(self.store_and_act)
@@ -292,7 +292,7 @@ class TD3:
         return {"networks": networks, "optimizers": optimizers}
 
     def state_dict(self):
-        """All state needed to resume bit for bit."""
+        """All of the learner's state, with which it goes on bit for bit."""
         return self.tensors() | {
             "replay": self.replay.state_dict(),
             "updates": self.updates,
@@ -369,7 +369,7 @@ class DeviceReplayBuffer:
         return self.rows.index_select(0, places)
 
     def state_dict(self):
-        rows = self.rows[: self.stored].to("cpu", copy=True)
+        rows = self.rows[: self.stored].to("cpu", copy=True)  # without the part that is not filled
         return {"rows": rows, "stored": self.stored, "size": len(self.rows)}
 
     def load_state_dict(self, state):
@@ -527,8 +527,9 @@ def replace_file(path, write):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
         raise OSError(f"could not write {path}: is the disk full? ({error})") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class ProgressBar(tqdm):
@@ -598,13 +599,13 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
         self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
         return self
 
     def on_signal(self, number, frame):
-        """End the loop. A second signal interrupts at once, except within one second: wrappers may send it twice."""
+        """End the loop in `advance`. A second signal interrupts at once, except within a second: wrappers send two."""
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
@@ -640,7 +641,7 @@ class Run:
             self.returns[i] = self.lengths[i] = 0
         self.bar.update(self.args.num_envs)
         if self.signal is not None:
-            raise SystemExit(128 + self.signal)
+            raise SystemExit(128 + self.signal)  # through `__exit__`, which saves
 
     def log(self, losses):
         """Log losses by name and the speed since the last log. End the run if a loss is not finite."""
@@ -684,8 +685,8 @@ class Run:
             self.bar.close()
         with suppress(Exception, SystemExit):  # an environment that fails to close must not fail the run
             self.envs.close()
-        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
+        replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
 
     def __exit__(self, kind, error, traceback):
         """Save and close. What fails here does not hide the error that has ended the run."""
