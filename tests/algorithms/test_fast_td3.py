@@ -8,11 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import checks
 import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import assert_same_state, load_copy, make_envs, make_learner, one_graph_each, saved, scalars, stem
+from conftest import load_copy, make_envs, make_learner, one_graph_each, scalars, stem
 from emulated_cuda import emulated_cuda
 from formulas import noticing
 from test_cli import refused
@@ -326,16 +327,17 @@ def test_bfloat16_is_near_float32():
 
 
 @each_script
-def test_a_restored_learner_goes_on_alike(script):
-    learner, restored = after_steps(script, 8), make_learner(script, seed=2)
-    for each in (restored, learner):  # loading ends the episodes
-        each.load_state_dict(saved(learner))
-    outcome = torch.randn(4, 3), torch.ones(4), *torch.ones(3, 4, dtype=torch.bool)
-    for each in (learner, restored):
-        torch.manual_seed(0)
-        each.act(torch.ones(4, 3))
-        take_step(each, outcome, learning=True)
-    assert_same_state(saved(restored), saved(learner))
+def test_a_restored_learner_continues_bit_by_bit(script):
+    """In the middle of the actor's delay; random numbers go on too."""
+
+    def advance(learner, part):
+        envs = make_envs(script, learner.args)
+        obs = envs.reset(part)
+        for step in range(8):
+            obs, *outcome = envs.step(learner.act(obs))
+            take_step(learner, outcome, learning=step >= 5)
+
+    checks.goes_on_when_restored(partial(make_learner, script, policy_frequency=4), advance)
 
 
 @each_script
@@ -394,7 +396,8 @@ def test_the_host_waits_only_to_log(script=TURBO):
 check_projection = test_projection_shares_each_return_between_two_atoms
 check_returns, check_noise = test_returns_end_with_the_episode, test_each_environment_has_noise_of_its_own_size
 check_against_plain = partial(check_equal, PLAIN, steps=(6,))
-check_waits = test_the_host_waits_only_to_log
+check_waits, check_restored = test_the_host_waits_only_to_log, test_a_restored_learner_continues_bit_by_bit
+SAME_NUMBERS = ('        torch.set_rng_state(state["rng"])\n', "")
 CRITICS = ("target.lerp_(learned, self.args.tau)", "target.lerp_(learned, 1.0)")
 BUGS = [
     (TURBO, "projection", "(1 - distances).clamp(min=0)", "(1 - distances).abs()", check_projection),
@@ -410,6 +413,9 @@ BUGS = [
     (TURBO, "weight decay", "1 - self.lr * self.weight_decay", "1 - 0 * self.lr", check_against_plain),
     (TURBO, "delay", "if update % self", "if (update + 1) % self", check_against_plain),
     (TURBO, "target", *CRITICS, check_against_plain),
+    (PLAIN, "resumed", *SAME_NUMBERS, check_restored),
+    (TURBO, "resumed", *SAME_NUMBERS, check_restored),
+    (TURBO, "resumed", '        self.updates = state["updates"]\n', "", check_restored),
     (TURBO, "statistics", "normalizer.update(self.obs)", "normalizer.update(self.obs[:1])", check_against_plain),
 ]
 COUNT = "self.count = getattr(self, 'count', 0) + 1\n        self.stored.fill_(self.count)"

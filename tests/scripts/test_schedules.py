@@ -23,6 +23,7 @@ from conftest import (
     entry_of,
     learner_class,
     script_params,
+    stem,
     train,
 )
 from formulas import assert_noticed, is_population, planted
@@ -39,10 +40,13 @@ ENDS = (230, 420)  # total_timesteps of the two parts
 SIZES = {"learning_starts": LEARNING_STARTS, "batch_size": 4, "buffer_size": 600}
 SIZES |= {"num_steps": ROLLOUT, "num_minibatches": 3, "update_epochs": 1, "learning_rate": 1e-3}
 SIZES |= {"start_e": 0.9, "end_e": 0.1, "exploration_fraction": 0.5, "train_frequency": 20, "update_frequency": 20}
-SIZES |= {"target_network_frequency": 50}
+SIZES |= {"target_network_frequency": 50, "reward_scaler": 0.5}
 SIZES |= {"num_envs": NUM_ENVS, "checkpoint_interval": 100, "cuda": False, "threads": 1}
 SMALL_NETWORKS = {"critic_hidden_dim": 32, "actor_hidden_dim": 16}
-OF_LEARNERS = {"fast_td3": {"learning_starts": LEARNING_STARTS // NUM_ENVS, "num_steps": 1} | SMALL_NETWORKS}
+RATES = {"actor": (1e-3, 2e-4), "critic": (5e-4, 3e-3)}  # of FastTD3, at the beginning and at the end
+FAST_TD3 = {"learning_starts": LEARNING_STARTS // NUM_ENVS, "num_steps": 1, "batch_size": 6} | SMALL_NETWORKS
+FAST_TD3 |= {f"{name}_learning_rate{end}": RATES[name][i] for name in RATES for i, end in enumerate(("", "_end"))}
+OF_LEARNERS = {"fast_td3": FAST_TD3}
 
 
 def sizes_of(script):
@@ -62,9 +66,10 @@ class Part:
     """A run, and what it has done at which steps."""
 
     def __init__(self, script, run_dir, **kwargs):
-        self.saves, self.updates, self.targets, self.rates, self.exploration = [], [], [], [], []
+        self.saves, self.updates, self.targets, self.exploration = [], [], [], []
+        self.rates, self.acting_rates = [], []  # at each log and, of a learner on the device, at each step
         self.resets, self.samplers, self.pools = [], [], []
-        self.run = None
+        self.script, self.run = script, None
         settings = sizes_of(script) | ({"seeds": (SEED,)} if is_population(script) else {"seed": SEED})
         with pytest.MonkeyPatch.context() as patch, no_export():
             patch.setattr(script, "LOG_INTERVAL", 10, raising=False)
@@ -91,6 +96,8 @@ class Part:
         learner = run.learner
         self.note(run, "save", self.saves)
         self.note(run, "log", self.rates, lambda losses: rate_of(learner))
+        if entry_of(self.script).on_device:
+            self.note(learner, "act", self.acting_rates, lambda *inputs: rate_of(learner))
         self.note(learner, "update", self.updates)
         self.note(learner, "update_target", self.targets)
         for name in ("act", "next_actions"):
@@ -135,11 +142,12 @@ def count(learner):
 
 
 def rate_of(learner):
-    """PPO's or PQN's learning rate."""
-    if type(learner).__name__ not in ("PPO", "PQN"):
+    """PPO's or PQN's learning rate; the actor's and the critics' of FastTD3."""
+    if type(learner).__name__ not in ("PPO", "PQN", "FastTD3"):
         return None
-    (optimizer,) = learner.optimizers.values()
-    return optimizer.lr.item() if hasattr(optimizer, "lr") else optimizer.param_groups[0]["lr"]
+    optimizers = learner.optimizers.values()
+    rates = [own.lr.item() if hasattr(own, "lr") else own.param_groups[0]["lr"] for own in optimizers]
+    return rates if len(rates) > 1 else rates[0]
 
 
 def both_parts(script, folder):
@@ -179,12 +187,17 @@ def check_checkpoints(script, *parts):
         assert torch.load(part.folder / "checkpoint.pt", weights_only=True)["global_step"] == steps[-1]
 
 
+def logs_of(script, steps):
+    """The steps with a log."""
+    if is_on_policy(script):
+        return steps
+    return [step for step in steps if step % 30 == 0 and step > LEARNING_STARTS]  # if there is something to log
+
+
 def check_speed(script, *parts):
     """Steps since the last log by seconds since then, and the seconds of this part."""
     for part, first, steps in each(script, *parts):
-        logs = steps
-        if not is_on_policy(script):  # every 10 steps of all environments, when there is something to log
-            logs = [step for step in steps if step % 30 == 0 and step > LEARNING_STARTS]
+        logs = logs_of(script, steps)
         before = [first, *logs[:-1]]
         speeds = [(step - last) / (clock(step, 0) - clock(last, 0)) for last, step in zip(before, logs, strict=True)]
         assert [step for step, _ in part.scalars("charts/SPS")] == logs
@@ -245,12 +258,38 @@ def check_rates(script, *parts):
             assert part.rates == pytest.approx([1e-3 * (1 - step / total) for step in [first, *steps[:-1]]])
 
 
+def check_rates_on_device(script, *parts):
+    """At each step: FastTD3's follow a cosine from log to log, PPO's are those that the last iteration left."""
+    if not entry_of(script).on_device:
+        return
+    left = SIZES["learning_rate"]
+    for (part, first, steps), total in zip(each(script, *parts), ENDS, strict=True):
+        if is_on_policy(script):
+            logged = [rate for _, rate in part.scalars("losses/learning_rate")]
+            assert part.acting_rates == pytest.approx(np.repeat([left, *logged[:-1]], ROLLOUT))
+            assert len({left, *logged}) > 1
+            left = logged[-1]
+        else:
+            logs = [first, *logs_of(script, steps)]
+            set_at = [max(log for log in logs if log <= step) for step in [first, *steps[:-1]]]
+            shares = (1 + np.cos(np.pi * np.array(set_at) / total)) / 2
+            wanted = [end + (start - end) * shares for start, end in RATES.values()]
+            np.testing.assert_allclose(part.acting_rates, np.stack(wanted, -1), rtol=1e-5)
+
+
 def check_updates(script, *parts):
-    """DQN's and discrete SAC's: as many as multiples of the frequency are reached; target networks once for these."""
+    """DQN's and discrete SAC's: as many as multiples of the frequency are reached; target networks once for these.
+
+    FastTD3's: in each step once learning has started, which a resumed run does not wait for again.
+    """
     if hasattr(learner_class(script), "update_target"):
         for part, first, steps in each(script, *parts):
             updates, targets = (reached(frequency, max(first, LEARNING_STARTS), steps) for frequency in (20, 50))
             assert part.updates == updates and part.targets == targets
+    if algorithm(script) == "fast_td3":
+        for part, _, steps in each(script, *parts):
+            calls = 1 if stem(script) == stem(TURBO["fast_td3"]) else script.Args.updates_per_step
+            assert part.updates == [step for step in steps if step > LEARNING_STARTS for _ in range(calls)]
 
 
 def check_exploration(script, *parts):
@@ -261,7 +300,8 @@ def check_exploration(script, *parts):
             assert part.exploration == pytest.approx(wanted)
 
 
-CHECKS = (check_checkpoints, check_speed, check_episodes, check_seeds, check_rates, check_updates, check_exploration)
+CHECKS = (check_checkpoints, check_speed, check_episodes, check_seeds, check_updates, check_exploration)
+CHECKS += (check_rates, check_rates_on_device)
 
 
 @pytest.mark.parametrize("script", script_params(left_out={}))
@@ -273,13 +313,16 @@ def test_a_run_and_the_one_that_resumes_it(script, tmp_path):
 
 OFF_POLICY = [name for name, entry in ENTRIES.items() if entry.off_policy]
 CONSTANT = dict.fromkeys(OFF_POLICY, "its learning rate has another schedule or none")
-CONSTANT |= {"ppo_gpu": "its learning rate follows the divergence"}
 
 
 @pytest.mark.parametrize("script", script_params(left_out=CONSTANT))
 def test_a_learning_rate_can_stay(script, tmp_path):
-    part = Part(script, tmp_path, total_timesteps=2 * NUM_ENVS * ROLLOUT, anneal_lr=False)
+    """And a resumed run's is that of its flags."""
+    constant = {"desired_kl": None} if entry_of(script).on_device else {"anneal_lr": False}
+    part = Part(script, tmp_path, total_timesteps=2 * NUM_ENVS * ROLLOUT, **constant)
     assert part.rates == pytest.approx([1e-3, 1e-3])
+    more = {"total_timesteps": 3 * NUM_ENVS * ROLLOUT, "learning_rate": 2e-3, "resume": str(part.folder)}
+    assert Part(script, tmp_path, **constant | more).rates == pytest.approx([2e-3])
 
 
 SEEDED = "seed=args.seed + run.step)"
@@ -290,6 +333,15 @@ ONE_EPSILON = ("epsilon(run.step, args)", "epsilon(run.step - t * args.num_envs,
 SAMPLED = ("action_space.seed(args.seed + run.step)", "action_space.seed(args.seed)")
 WORLDS_AGAIN = ("envs.reset(args.seed + run.step)", "envs.reset(args.seed)")
 GAMES_AGAIN = ('load_checkpoint(args.resume).get("global_step", 0)', "0")
+OTHERS_RATE = ("(args.actor_learning_rate, args.actor", "(args.critic_learning_rate, args.actor")
+OTHERS_END = ("args.critic_learning_rate_end)", "args.actor_learning_rate_end)")
+ANNEALED = "learner.anneal(run.step / args.total_timesteps)\n"
+FROM_0 = (f"{ANNEALED}        while", "learner.anneal(0.0)\n        while")
+STAYS = (f"{ANNEALED}                    run.log", "run.log")
+STARTS_AGAIN = ("if run.step > args.learning", "if run.step - run.bar.initial > args.learning")
+NOT_RESUMED = ('        optimizers["agent"]["lr"] = self.optimizers["agent"].lr\n', "")
+SCALED = ("for column in (rewards, ended", "for column in (self.args.reward_scaler * rewards, ended")
+PLAIN_SCALED = ("episodes.count(rewards,", "episodes.count(self.args.reward_scaler * rewards,")
 BUGS = [  # script, what is wrong, what is replaced by what, who notices
     (
         TURBO["dqn"],
@@ -333,6 +385,18 @@ BUGS = [  # script, what is wrong, what is replaced by what, who notices
     (PLAIN["ppo_lstm"], "the same episodes again", SEEDED, "seed=args.seed)", check_seeds),
     (PLAIN["ppo_gpu"], "the same episodes again", *WORLDS_AGAIN, check_seeds),
     (TURBO["fast_td3"], "the same episodes again", *WORLDS_AGAIN, check_seeds),
+    (TURBO["fast_td3"], "the other's rates", *OTHERS_RATE, check_rates_on_device),
+    (PLAIN["fast_td3"], "the other's rates", *OTHERS_RATE, check_rates_on_device),
+    (PLAIN["fast_td3"], "the other's last rate", *OTHERS_END, check_rates_on_device),
+    (TURBO["fast_td3"], "the other's last rate", *OTHERS_END, check_rates_on_device),
+    (PLAIN["fast_td3"], "rates from the beginning again", *FROM_0, check_rates_on_device),
+    (TURBO["fast_td3"], "rates from the beginning again", *FROM_0, check_rates_on_device),
+    (TURBO["fast_td3"], "rates that stay", *STAYS, check_rates_on_device),
+    (PLAIN["fast_td3"], "rates that stay", *STAYS, check_rates_on_device),
+    (PLAIN["fast_td3"], "learning that starts again", *STARTS_AGAIN, check_updates),
+    (TURBO["ppo_gpu"], "a rate that is not resumed", *NOT_RESUMED, check_rates_on_device),
+    (TURBO["ppo_gpu"], "returns of scaled rewards", *SCALED, check_episodes),
+    (PLAIN["ppo_gpu"], "returns of scaled rewards", *PLAIN_SCALED, check_episodes),
     (TURBO["fast_td3"], "episodes of the last log alone", "self.episodes +=", "self.episodes =", check_episodes),
     (PLAIN["ppo_gpu"], "lengths with resets", "rewards * valid, valid)", "rewards * valid, valid**0)", check_episodes),
     (TURBO["ppo_gpu"], "steps of one environment", "self.step += self.args.num_envs", "self.step += 1", check_speed),
