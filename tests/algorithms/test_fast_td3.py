@@ -119,9 +119,10 @@ def test_projection_shares_each_return_between_two_atoms(script):
     np.testing.assert_allclose(got, projected(probabilities.tolist(), returns.tolist(), 20.0), atol=2e-6)
 
 
-def test_losses_are_their_formulas():
-    """In NumPy, from the networks' logits and the batch that was drawn."""
-    learner = after_steps(PLAIN, 12, policy_frequency=1, policy_noise=0.5, noise_clip=0.3)
+def test_losses_are_their_formulas(script=PLAIN):
+    """In NumPy, from the networks' logits and the batch that was drawn, of which some steps only reset."""
+    sizes = {"env_id": SHORT.format("NextStep"), "num_steps": 2, "policy_frequency": 1}
+    learner = after_steps(script, 12, policy_noise=0.5, noise_clip=0.3, **sizes)
     args, atoms = learner.args, learner.atoms.double().numpy()
     sample, seen = learner.replay.sample, SimpleNamespace()
 
@@ -150,12 +151,13 @@ def test_losses_are_their_formulas():
     smaller = first @ atoms <= second @ atoms
     target = np.where(smaller[:, None], first, second)
     losses = learner.losses()
-    assert valid.all() and 0 < smaller.mean() < 1
-    assert losses["qf_loss"] == pytest.approx(-sum((target * np.log(p)).sum(-1).mean() for p in seen.mine), rel=1e-4)
-    assert losses["q_values"] == pytest.approx(np.mean([p @ atoms for p in seen.mine]), rel=1e-4)
+    assert 0 < valid.mean() < 1 and 0 < smaller.mean() < 1
+    errors = -sum((target * np.log(p)).sum(-1) for p in seen.mine)
+    assert losses["qf_loss"] == pytest.approx(errors[valid == 1].mean(), rel=1e-4)
+    assert losses["q_values"] == pytest.approx(np.mean([(p @ atoms)[valid == 1] for p in seen.mine]), rel=1e-4)
     with torch.no_grad():
         values = [p @ atoms for p in distributions(learner.critics, seen.obs, seen.actions)]
-    assert losses["actor_loss"] == pytest.approx(-np.minimum(*values).mean(), rel=1e-4)
+    assert losses["actor_loss"] == pytest.approx(-np.minimum(*values)[valid == 1].mean(), rel=1e-4)
 
 
 # replay buffer
@@ -225,6 +227,34 @@ def test_returns_end_where_a_resumed_run_begins(script):
             env = int(batch["obs"][i, 1])
             assert batch["rewards"][i] == before["rewards"][-1, env]
             assert torch.equal(batch["next_obs"][i], before["next_obs"][-1, env])
+
+
+@each_script
+def test_the_buffer_holds_what_happened(script):
+    """Raw observations, and the actions in units of half the range that the environments got, with their noise."""
+    learner = make_learner(script, env_id="Unequal-v0", num_envs=3, buffer_size=30, batch_size=3, std_max=0.8)
+    envs = make_envs(script, learner.args)
+    low, high = map(torch.from_numpy, (envs.single_action_space.low, envs.single_action_space.high))
+    obs, seen = envs.reset(1), []
+    for _ in range(30):
+        actions = learner.act(obs)
+        next_obs, *outcome = envs.step(actions)
+        take_step(learner, outcome, learning=False)
+        seen.append((obs, 2 * (actions - low) / (high - low) - 1, *outcome))
+        obs = next_obs
+    names = ("obs", "actions", "next_obs", "rewards", "terminated", "ended", "valid")
+    for name, column in zip(names, map(torch.stack, zip(*seen, strict=True)), strict=True):
+        stored = learner.replay.columns[name].reshape(column.shape)
+        torch.testing.assert_close(stored, column.float(), atol=1e-5, rtol=1e-5)
+    stored = learner.replay.columns["actions"].reshape(-1, 3)
+    assert stored.abs().max() == 1 and len(stored.unique(dim=0)) > 80
+    assert sum(step[-1].sum() for step in seen) == 90 - 3  # the others only reset
+    episodes = learner.episodes.read()
+    assert {name: value.item() for name, value in episodes.items()} == {
+        "episodes": 3,
+        "episodic_return": 20,
+        "episodic_length": 20,
+    }
 
 
 # exploration, observations
@@ -336,6 +366,8 @@ def test_a_restored_learner_continues_bit_by_bit(script):
         for step in range(8):
             obs, *outcome = envs.step(learner.act(obs))
             take_step(learner, outcome, learning=step >= 5)
+        if part == 0:
+            learner.load_state_dict(saved(learner))  # ends the episodes in the buffer
 
     checks.goes_on_when_restored(partial(make_learner, script, policy_frequency=4), advance)
 
@@ -393,13 +425,27 @@ def test_the_host_waits_only_to_log(script=TURBO):
 
 # planted bugs
 
+check_losses, check_buffer = test_losses_are_their_formulas, test_the_buffer_holds_what_happened
 check_projection = test_projection_shares_each_return_between_two_atoms
 check_returns, check_noise = test_returns_end_with_the_episode, test_each_environment_has_noise_of_its_own_size
 check_against_plain = partial(check_equal, PLAIN, steps=(6,))
 check_waits, check_restored = test_the_host_waits_only_to_log, test_a_restored_learner_continues_bit_by_bit
 SAME_NUMBERS = ('        torch.set_rng_state(state["rng"])\n', "")
 CRITICS = ("target.lerp_(learned, self.args.tau)", "target.lerp_(learned, 1.0)")
+VALID = 'batch["valid"])'
+ALL_ACTIONS = ("self.actions = obs, (actions + noise).clamp(-1, 1)", "self.actions = obs, (actions + noise)")
+IN_UNITS = ("(self.obs, self.actions, next_obs", "(self.obs, self.actions_in_units, next_obs")
+WITHOUT_NOISE = (
+    "actions=self.actions, **",
+    "actions=self.actor.squashed(self.actor.normalizer(self.obs)).detach(), **",
+)
 BUGS = [
+    (PLAIN, "masks", f"cross_entropy.sum(0), {VALID}", f"cross_entropy.sum(0), 0 * {VALID[:-1]} + 1)", check_losses),
+    (PLAIN, "masks", f"mean(0), {VALID}", f"mean(0), 0 * {VALID[:-1]} + 1)", check_losses),
+    (PLAIN, "masks", "amin(0), valid)", "amin(0), 0 * valid + 1)", check_losses),
+    (PLAIN, "stored actions", *ALL_ACTIONS, check_buffer),
+    (PLAIN, "stored actions", *WITHOUT_NOISE, check_buffer),
+    (TURBO, "stored actions", *IN_UNITS, check_buffer),
     (TURBO, "projection", "(1 - distances).clamp(min=0)", "(1 - distances).abs()", check_projection),
     (PLAIN, "projection", "probabilities * (1 - upper_share)", "probabilities * upper_share", check_projection),
     (PLAIN, "returns", "goes_on * discounts * later", "discounts * later", check_returns),

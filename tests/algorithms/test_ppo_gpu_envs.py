@@ -7,13 +7,25 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+import checks
 import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import assert_close_in_norm, clones, load_copy, make_learner, networks, one_graph_each, scalars, stem
+from conftest import (
+    assert_close_in_norm,
+    clones,
+    load_copy,
+    make_envs,
+    make_learner,
+    networks,
+    one_graph_each,
+    scalars,
+    stem,
+)
 from emulated_cuda import emulated_cuda
-from formulas import noticing
+from formulas import double, noticing
+from scipy.stats import kstest, norm
 from test_cli import refused
 from test_edits import apply_hunk
 from test_ppo import fix_order
@@ -258,6 +270,91 @@ def test_the_critic_may_see_more(script):
     assert example.shape == (2, 3) and policy(example).shape == (2, 1)
 
 
+def roll_out(learner, envs, seed=1):
+    """A rollout of new episodes as in `train`: what the environments got and gave, each (num_steps, num_envs, ...)."""
+    plain, seen = not hasattr(learner, "decide"), []
+    raw = envs.reset(seed)
+    obs = learner.observe(raw)
+    if not plain:
+        learner.start_rollout()
+    for t in range(learner.args.num_steps):
+        actions = learner.act(t, obs) if plain else learner.act()
+        outcome = envs.step(actions)
+        obs = learner.record(t, *outcome) if plain else learner.record(*outcome)
+        seen.append((raw, actions, *outcome))
+        raw = outcome[0]
+    return [torch.stack(column) for column in zip(*seen, strict=True)]
+
+
+def stored_columns(learner):
+    """The rollout, and the log-probabilities of its actions, by name; also the batch as the learner has it."""
+    batch = learner.make_batch()
+    if batch is not None:
+        return learner.rollout, batch
+    names = ("obs", "actions", "next_obs", "rewards", "terminated", "ended", "valid")
+    columns = dict(zip(names, learner.rollout.split(learner.widths, -1), strict=True))
+    log_prob = learner.batch.split(learner.batch_widths, -1)[2].view(learner.rollout.shape[:2])
+    single = {name: column.squeeze(-1) for name, column in columns.items() if column.shape[-1] == 1}
+    return columns | single | {"log_prob": log_prob}, learner.batch
+
+
+def density(actions, mean, log_std):
+    """Log-probabilities of a Gaussian with independent dimensions, NumPy."""
+    return norm.logpdf(actions, mean, np.exp(log_std)).sum(-1)
+
+
+@each_script
+def test_a_rollout_holds_what_happened(script):
+    """Actions as they were sampled, though the environments get them within their bounds, and their densities.
+
+    Observations are scaled with the statistics of all that were seen before; rewards are scaled, those of episodes not.
+    """
+    learner = make_learner(script, env_id="Unequal-v0", num_steps=50, num_envs=20, reward_scaler=0.1)
+    learner.agent.log_std.data.copy_(torch.tensor([0.3, 1.0, -1.0]))
+    envs = make_envs(script, learner.args)
+    raw, actions, _, raw_next, rewards, terminated, ended, valid = roll_out(learner, envs)
+    stored, batch = stored_columns(learner)
+    assert 0 < (~valid).sum() == ended[:-1].sum() and not rewards[~valid].any()
+    flags = {"terminated": terminated, "ended": ended, "valid": valid, "rewards": 0.1 * rewards}
+    for name, column in flags.items():
+        torch.testing.assert_close(stored[name], column.float())
+    episodes = {name: value.item() for name, value in learner.episodes.read().items()}
+    assert episodes == {"episodes": ended.sum(), "episodic_return": 20, "episodic_length": 20}
+
+    sample, log_std = double(stored["actions"]), double(learner.agent.log_std)
+    low, high = envs.single_action_space.low, envs.single_action_space.high
+    np.testing.assert_allclose(actions, sample.clip(low, high), rtol=1e-6)
+    with torch.no_grad():
+        mean = double(learner.agent.actor(stored["obs"]))
+        *_, entropy, ratio = learner.loss(batch)
+    noise = (sample - mean) / np.exp(log_std)
+    np.testing.assert_allclose(np.corrcoef(noise.reshape(-1, 3).T), np.eye(3), atol=0.15)
+    assert kstest(noise.flatten(), "norm").pvalue > 1e-3 and len(np.unique(noise)) == noise.size
+    np.testing.assert_allclose(stored["log_prob"], density(sample, mean, log_std), rtol=1e-4, atol=1e-4)
+    assert entropy.item() == pytest.approx(norm.entropy(scale=np.exp(log_std)).sum(), rel=1e-5)
+    torch.testing.assert_close(ratio, torch.zeros_like(ratio), atol=1e-4, rtol=0)
+    learner.agent.log_std.data.add_(0.2)
+    with torch.no_grad():
+        *_, ratio = learner.loss(batch)
+    wanted = density(sample, mean, log_std + 0.2) - density(sample, mean, log_std)
+    np.testing.assert_allclose(double(ratio).flatten(), wanted.flatten(), rtol=1e-3, atol=1e-3)
+
+    for t in (0, 1, 7, 48):
+        for name, column, count in (("obs", raw, t + 1), ("next_obs", raw_next, t + 2)):
+            known = double(raw[:count]).reshape(-1, 2)
+            scaled = (double(column[t]) - known.mean(0)) / np.sqrt(known.var(0) + 1e-8)
+            np.testing.assert_allclose(stored[name][t], scaled.clip(-10, 10), rtol=1e-3, atol=1e-3)
+
+
+@each_script
+def test_a_restored_learner_continues_bit_by_bit(script):
+    def advance(learner, part):
+        roll_out(learner, make_envs(script, learner.args), part)
+        learner.update()
+
+    checks.goes_on_when_restored(partial(make_learner, script), advance)
+
+
 def noises(iteration, args):
     generator = torch.Generator().manual_seed(iteration)
     return torch.randn(args.num_steps, args.num_envs, 1, generator=generator)
@@ -437,8 +534,14 @@ def test_ppo_balances_a_pendulum(script, tmp_path):
 check_steps_that_only_reset = test_steps_that_only_reset_change_nothing
 check_learning_rate, check_asymmetric = test_the_learning_rate_follows_the_divergence, test_the_critic_may_see_more
 check_update, check_modes = test_an_update_is_that_of_ppo, test_all_autoreset_modes_give_the_same_transitions
+check_rollout, check_restart = test_a_rollout_holds_what_happened, test_a_restored_learner_continues_bit_by_bit
 NEXT_EPISODES = ("torch.where(ended[:, None], final_obs, obs)", "obs")
 NOT_MASKED = ("masked_mean(gains, valid)", "gains.mean()")
+CLIPPED = ("obs=obs, actions=actions,", "obs=obs, actions=actions.clamp(self.agent.low, self.agent.high),")
+TURBO_CLIPPED = ("(self.obs, actions), -1)", "(self.obs, actions.clamp(self.agent.low, self.agent.high)), -1)")
+MEAN_DENSITY = ("log_prob = policy.log_prob(actions).sum(-1)", "log_prob = policy.log_prob(actions).mean(-1)")
+LATER_SCALE = ("obs = self.observe(obs)\n        outcome", "self.observe(obs)\n        outcome")
+SAME_NUMBERS = ('        torch.set_rng_state(state["rng"])\n', "")
 BUGS = [
     (PLAIN, "the last observation is the next episode's", *NEXT_EPISODES, check_modes),
     (PLAIN, "steps that only reset are transitions", "self.valid = ~ended", "self.valid = valid", check_modes),
@@ -448,6 +551,17 @@ BUGS = [
     (PLAIN, "the critic sees the policy's columns", "-self.critic_dim :", ": self.critic_dim", check_asymmetric),
     (PLAIN, "the rate has no upper limit", ", 1e-2)", ", 1.0)", check_learning_rate),
     (PLAIN, "returns go on in the next episode", "self.current.sub_(over[:, 1:])", "pass", check_counter),
+    (PLAIN, "actions stored within their bounds", *CLIPPED, check_rollout),
+    (TURBO, "actions stored within their bounds", *TURBO_CLIPPED, check_rollout),
+    (PLAIN, "rewards that are not scaled", "self.args.reward_scaler * rewards", "rewards", check_rollout),
+    (TURBO, "rewards that are not scaled", "self.args.reward_scaler * rewards", "rewards", check_rollout),
+    (PLAIN, "densities of one dimension", *MEAN_DENSITY, check_rollout),
+    (TURBO, "densities of one dimension", ").sum(-1, keepdim=True)", ").mean(-1, keepdim=True)", check_rollout),
+    (PLAIN, "entropy of one dimension", "entropy().sum(-1)", "entropy().mean(-1)", check_rollout),
+    (TURBO, "entropy of one dimension", "expand_as(actions).sum(-1)", "expand_as(actions).mean(-1)", check_rollout),
+    (PLAIN, "observations scaled by later statistics", *LATER_SCALE, check_rollout),
+    (PLAIN, "the same random numbers again", *SAME_NUMBERS, check_restart),
+    (TURBO, "the same random numbers again", *SAME_NUMBERS, check_restart),
     (TURBO, "advantages go on in the next episode", "* (1 - ended))", "+ 0 * ended)", check_update),
     (TURBO, "one noise for all steps", "index_select(0, self.t)", "index_select(0, 0 * self.t)", check_turbo),
     (TURBO, "one row of the rollout", "(self.t + 1) % self.args.num_steps", "self.t", check_turbo),
