@@ -10,6 +10,7 @@ import gymnasium as gym
 import torch
 from gymnasium.spaces import Box, Dict
 from gymnasium.vector import AutoresetMode
+from torch.utils._pytree import tree_map
 
 
 class TorchPendulum(gym.vector.VectorEnv):
@@ -84,6 +85,25 @@ class TorchPendulum(gym.vector.VectorEnv):
         return obs, rewards.masked_fill(idle, 0), terminated, truncated, infos
 
 
+class InPlace(TorchPendulum):
+    """Shows all steps in the same memory, and writes over the actions."""
+
+    def show(self, name, result):
+        """`result`, tensors in dictionaries, in the memory of this name."""
+        memory = vars(self).setdefault(f"shown_{name}", tree_map(torch.clone, result))
+        tree_map(lambda shown, tensor: shown.copy_(tensor), memory, result)
+        return memory
+
+    def reset(self, **kwargs):
+        obs, infos = super().reset(**kwargs)
+        return self.show("obs", obs), infos
+
+    def step(self, actions):
+        obs, *rest = super().step(actions)
+        actions.fill_(math.nan)
+        return self.show("obs", obs), *self.show("rest", rest)
+
+
 VARIANTS = {
     "": {},
     "Asymmetric": {"asymmetric": True},
@@ -94,4 +114,5 @@ VARIANTS = {
 for name, kwargs in VARIANTS.items():
     gym.register(f"TorchPendulum{name}-v0", vector_entry_point=TorchPendulum, kwargs=kwargs)
     # most episodes terminate before they would be truncated
-    gym.register(f"Short{name}-v0", vector_entry_point=TorchPendulum, kwargs=kwargs | {"length": 7, "max_speed": 3.0})
+    for prefix, world in (("Short", TorchPendulum), ("ShortInPlace", InPlace)):
+        gym.register(f"{prefix}{name}-v0", vector_entry_point=world, kwargs=kwargs | {"length": 7, "max_speed": 3.0})

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import MODES, assert_close_in_norm, clones, copy_networks, learnt, make_learner, scalars, train
+from formulas import double, noticing
 from test_cli import refused
 from test_ppo import fix_order, textbook_advantages
 
@@ -302,17 +303,19 @@ def test_turbo_equals_plain(kwargs, mode, monkeypatch):
             assert turbo.losses() == pytest.approx(plain.losses(), rel=1e-2, abs=1e-4)
 
 
-def test_turbo_decides_as_plain_does():
-    """Log-probabilities and values of what it has chosen."""
-    plain, turbo = make_learner(PLAIN), make_learner(TURBO)
-    copy_networks(plain, turbo)
-    obs = make_envs(PLAIN, 2).reset()[0]
-    actions = torch.from_numpy(turbo.act(3, obs))
+def test_decisions_are_stored_with_their_densities_and_values(script):
+    """Those of the sampled actions, which are not the likeliest ones alone."""
+    learner = make_learner(script, num_envs=8)
+    learner.agent.actor.bias.data.copy_(torch.tensor([0.5, 0.3, 0.15, 0.05]).log())
+    obs = make_envs(script, 8).reset()[0]
+    actions = learner.act(3, obs)
     with torch.no_grad():
-        logits, values = plain.agent.logits_and_values(torch.from_numpy(obs))
-    log_prob = logits.log_softmax(-1)[torch.arange(2), actions]
-    decided = {name: turbo.rollout[name][3] for name in ("actions", "log_prob", "values")}
-    torch.testing.assert_close(decided, {"actions": actions, "log_prob": log_prob, "values": values})
+        logits, values = map(double, learner.agent.logits_and_values(torch.from_numpy(obs)))
+    log_prob = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    wanted = {"actions": actions, "log_prob": log_prob[np.arange(8), actions], "values": values}
+    assert len(set(actions)) > 1
+    for name, column in wanted.items():
+        np.testing.assert_allclose(learner.rollout[name][3], column, rtol=1e-4, atol=1e-6)
 
 
 def test_actions_are_drawn_by_their_probabilities(script):
@@ -468,3 +471,15 @@ def test_the_host_waits_for_actions_alone(mode):
 def test_a_checkpoint_continues_in_captured_graphs(mode):
     learner = train_on_cuda(5, **MODES[mode])
     checks.goes_on_when_captured(learner, learner, partial(advance_on_cuda, iterations=1))
+
+
+# planted bugs
+
+
+check_decisions = test_decisions_are_stored_with_their_densities_and_values
+OTHERS_DENSITY = ("log_prob=policy.log_prob(actions)", "log_prob=policy.log_prob(policy.probs.argmax(-1))")
+BUGS = [
+    (PLAIN, "the density of the likeliest action", *OTHERS_DENSITY, check_decisions),
+    (PLAIN, "values that do not belong to it", "values=values)", "values=values.mean())", check_decisions),
+]
+test_a_planted_bug_is_noticed = noticing(BUGS)

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -14,9 +15,12 @@ import pytest
 import torch
 from conftest import (
     AGENTS,
+    ALL,
     ENTRIES,
     GAMES,
     ON_DEVICE,
+    PLAIN,
+    TURBO,
     Countdown,
     DiscreteCountdown,
     assert_same_state,
@@ -28,15 +32,20 @@ from conftest import (
     tiny,
     train,
 )
+from formulas import assert_noticed
+from test_atari_off_policy_runs import StackingPool
 from test_cli import refused, run_tiny, summary
+from test_ppo_atari import GAMES as LETTERS
+from test_training_on_cuda import no_export
 
 
 class InPlace(gym.Wrapper):
-    """Shows each observation in the same array, writes over the actions, and has a `final_obs` of its own."""
+    """Shows each step in the same arrays, writes over the actions, and has a `final_obs` of its own."""
 
     def __init__(self, env):
         super().__init__(env)
         self.shown = np.zeros(2, np.float32)
+        self.reward, self.terminated, self.truncated = np.zeros(()), np.zeros((), bool), np.zeros((), bool)
 
     def reset(self, **kwargs):
         self.shown[:], infos = self.env.reset(**kwargs)
@@ -45,9 +54,12 @@ class InPlace(gym.Wrapper):
     def step(self, action):
         obs, *rest, infos = self.env.step(np.copy(action) if isinstance(action, np.ndarray) else action)
         self.shown[:] = obs
+        shown = self.reward, self.terminated, self.truncated
+        for array, number in zip(shown, rest, strict=True):
+            array[...] = number
         if isinstance(action, np.ndarray):
             action[...] = 0
-        return self.shown, *rest, infos | {"final_obs": np.full(2, 7, np.float32)}
+        return self.shown, *shown, infos | {"final_obs": np.full(2, 7, np.float32)}
 
 
 class Shaped(gym.Wrapper):
@@ -127,6 +139,56 @@ OBJECTS = dict.fromkeys(ON_DEVICE, "gymnasium's NumpyToTorch takes no infos that
 def test_arrays_that_change_in_place(script, tmp_path):
     """A run is that of an environment with new arrays, bit for bit: what was stored stays, and infos are not read."""
     assert_same_state(learned(script, tmp_path, "InPlace"), learned(script, tmp_path, "Truncates"))
+
+
+@pytest.mark.parametrize("variant", ["", "Asymmetric", "NextStep", "Disabled", "WithoutFinal"])
+@pytest.mark.parametrize("script", script_params([script for script in ALL if entry_of(script).on_device]))
+def test_tensors_that_change_in_place(script, variant, tmp_path):
+    """A run is that of worlds with new tensors, bit for bit."""
+    states = []
+    for name in ("Short", "ShortInPlace"):
+        sizes = {"env_id": f"tests.torch_pendulum:{name}{variant}-v0", "total_timesteps": 200}
+        with no_export():
+            folder = run_tiny(script, tmp_path, **sizes)
+        states.append(torch.load(folder / "checkpoint.pt", weights_only=True)["learner"])
+    assert_same_state(*states)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [(name, variant) for name in ON_DEVICE for variant in ("Disabled", "WithoutFinal")]
+)
+@pytest.mark.parametrize("scripts", [PLAIN, TURBO], ids=["plain", "turbo"])
+def test_observations_that_are_not_copied_are_noticed(scripts, name, variant, tmp_path):
+    (tmp_path / "runs").mkdir()
+    old = "[obs], -1).float()"
+    check = partial(test_tensors_that_change_in_place, variant=variant, tmp_path=tmp_path / "runs")
+    assert_noticed(scripts[name], old, f"{old} if self.names else obs.float()", check, tmp_path)
+
+
+class InPlacePool(StackingPool):
+    """Shows each step in the same arrays, and writes over the actions."""
+
+    def recv(self):
+        obs, *rest, infos = super().recv()
+        self.actions[:] = -1
+        new = {"obs": obs} | dict(enumerate(rest)) | infos
+        shown = vars(self).setdefault("shown", {name: array.copy() for name, array in new.items()})
+        for name, array in new.items():
+            shown[name][...] = array
+        obs, *rest = (shown[name] for name in ("obs", 0, 1, 2))
+        return obs, *rest, {name: shown[name] for name in infos}
+
+
+@pytest.mark.parametrize("script", script_params([script for script in ALL if entry_of(script).atari]))
+def test_games_that_change_in_place(script, tmp_path, monkeypatch):
+    """A run is that of games with new arrays, bit for bit."""
+    states = []
+    for pool in (StackingPool, InPlacePool):
+        monkeypatch.setattr(script, "make_pool", lambda args, seed, pool=pool: pool(LETTERS, seed=seed))
+        with no_export():
+            folder = run_tiny(script, tmp_path, num_envs=4, total_timesteps=140)
+        states.append(torch.load(folder / "checkpoint.pt", weights_only=True)["learner"])
+    assert_same_state(*states)
 
 
 @pytest.mark.parametrize("script", script_params(left_out=GAMES))
