@@ -13,6 +13,7 @@ pytest.importorskip("mujoco_warp", reason="pip install -r requirements/warp.txt"
 
 from formulas import assert_noticed
 from gymnasium.envs.mujoco.hopper_v5 import HopperEnv
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import AutoresetMode
 from scipy.stats import ks_2samp
 
@@ -202,11 +203,15 @@ def test_reset_mask():
     assert (envs.steps == 0).equal(mask)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e20])
-def test_a_world_that_diverges_ends(value):
-    envs = make("Hopper-v5")
+DIVERGED = [("qvel", torch.nan), ("qvel", torch.inf), ("qvel", 1e20), ("qvel", 5e10), ("qpos", 1e12)]
+
+
+@pytest.mark.parametrize(("state", "value"), DIVERGED)
+def test_a_world_that_diverges_ends(state, value):
+    """In a task without an end of its own; with the last two, one of velocity and position alone is too large."""
+    envs = make("HalfCheetah-v5")
     envs.reset(seed=1)
-    envs.qvel[3, 1] = value
+    getattr(envs, state)[3, 1] = value
     still = torch.zeros(envs.action_space.shape)
     obs, rewards, terminated, _, infos = envs.step(still)
     assert terminated.nonzero().tolist() == [[3]]
@@ -239,6 +244,60 @@ def test_actions_of_another_shape_are_refused(shape):
     with pytest.raises(ValueError, match=rf"actions of shape {re.escape(str(shape))}: give \({WORLDS}, 3\)"):
         envs.step(torch.zeros(shape))
     assert torch.equal(envs.qpos, before)
+
+
+FORCES = ("qacc_warmstart", "qfrc_actuator", "qfrc_constraint", "cfrc_ext")
+
+
+@tasks
+def test_an_episode_begins_without_forces(name):
+    """Those of the step before the autoreset are gone where an episode has ended, and stay elsewhere."""
+    envs = make(name)
+    envs.reset(seed=1)
+    *first, last = actions(envs, 12)
+    for action in first:
+        envs.step(action)
+    envs.steps[::2] = 999
+    *_, infos = envs.step(last)
+    ended = infos["_final_obs"]
+    assert ended.any() and not ended.all()
+    for part in FORCES:
+        forces = getattr(envs, part)
+        assert not forces[ended].any() and (forces[~ended].any() or name.startswith("Inverted")), part
+
+
+HEIGHTS = {"HalfCheetah-v5": -0.5, "Hopper-v5": 0.1, "Walker2d-v5": 0.1, "Ant-v5": 0.15, "Humanoid-v5": 0.15}
+
+
+def lie_down(envs, height):
+    """Put all worlds on the ground, turned at random, their joints anywhere in their ranges."""
+    generator = torch.Generator().manual_seed(0)
+    envs.reset(seed=1)
+    ranges = torch.tensor(envs.reference.model.jnt_range, dtype=torch.float32)
+    if len(envs.qpos[0]) > len(envs.qvel[0]):  # a root that is free, with a quaternion
+        envs.qpos[:, 2] = height
+        turn, joints, (low, high) = envs.qpos[:, 3:7], envs.qpos[:, 7:], ranges[1:].T
+        turn.copy_(torch.nn.functional.normalize(torch.randn(turn.shape, generator=generator)))
+    else:
+        envs.qpos[:, 1] = height
+        turn, joints, (low, high) = envs.qpos[:, 2], envs.qpos[:, 3:], ranges[3:].T
+        turn.copy_(2 * torch.pi * torch.rand(turn.shape, generator=generator))
+    joints.copy_(low + (high - low) * torch.rand(joints.shape, generator=generator))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n != "Hopper-v5")) for n in HEIGHTS])
+def test_there_is_room_for_worlds_on_the_ground(name):
+    """For all contacts and constraints of a step, without the resets that end a fall."""
+    envs = make(name)
+    lie_down(envs, HEIGHTS[name])
+    _, data = envs.worlds
+    constraints = 0
+    for action in actions(envs, 30):
+        envs.ctrl.copy_(action)
+        envs.launch(envs.simulate)
+        assert not data.overflow.numpy().any() and data.nacon.numpy().item() <= data.naconmax
+        constraints = max(constraints, data.nefc.numpy().max())
+    assert 12 < constraints < data.njmax
 
 
 def test_tensors_are_the_callers():
@@ -274,6 +333,33 @@ ARGUMENTS["Humanoid-v5"] |= dict.fromkeys(
 @pytest.mark.parametrize(("name", "kwargs"), ARGUMENTS.items())
 def test_keyword_arguments_are_gymnasiums(name, kwargs, tmp_path):
     check_first_step(name, tmp_path, **kwargs)
+
+
+FLAGS = [
+    pytest.param(name, flag, marks=[pytest.mark.thorough] * (name != "Hopper-v5"))
+    for name in TASKS
+    for flag, default in mujoco_warp.defaults(load_env_creator(gym.spec(name).entry_point)).items()
+    if flag.startswith(("include_", "exclude_"))
+]
+
+
+@pytest.mark.parametrize(("name", "flag"), FLAGS)
+def test_parts_of_observations_are_gymnasiums(name, flag):
+    """With one flag at a time that is not its default; forces too, which are those of the last step."""
+    other = {flag: False}
+    envs, reference = gym.make_vec(f"warp/{name}", num_envs=4, **other), gym.make(name, **other).unwrapped
+    qpos, qvel, _ = study.episodes(reference, 4)
+    study.place(envs, qpos, qvel)
+    parts = {"qfrc_actuator": 1.0, "cfrc_ext": 0.5}
+    for part, number in parts.items():
+        getattr(envs, part).fill_(number)
+    got = envs.task.observe(envs)
+    assert envs.single_observation_space.shape == got.shape[1:]
+    for row, *state in zip(got, qpos, qvel, strict=True):
+        study.begin(reference, *state)
+        for part, number in parts.items():
+            getattr(reference.data, part)[:] = number
+        np.testing.assert_allclose(row, reference._get_obs(), rtol=1e-4, atol=5e-5)
 
 
 def test_an_unknown_keyword_argument():
@@ -313,6 +399,16 @@ LIMIT, RETURNED = "self.steps >= self.max_episode_steps", "return self.obs, rewa
 X = "self.x = torch.where(where, self.task.position(self), self.x)"
 CONTACT = "rewards - env.v5.contact_cost_weight * forces.square().sum((1, 2)), terminated"
 BEFORE = ("final_obs = self.task.observe(self)", "final_obs = self.obs")
+DIVERGES, PART = test_a_world_that_diverges_ends, test_parts_of_observations_are_gymnasiums
+FORCELESS, ROOM = (test_an_episode_begins_without_forces, "Humanoid-v5"), test_there_is_room_for_worlds_on_the_ground
+BEGIN = "for name in FORCES:"
+STATE = "torch.cat((self.qpos, self.qvel), 1).abs()"
+IS_FINITE = f"~({STATE} < LARGEST).all(1)"
+MASKED = "        final_obs = final_obs.masked_fill(diverged[:, None], 0.0)\n"
+PARTS = [f"include_{part}_in_observation" for part in ("cinert", "cvel", "qfrc_actuator")]
+SWAPPED = [(PARTS[0], PARTS[1]), (PARTS[1], PARTS[0]), (PARTS[2], PARTS[0])]
+ANTS = "if env.v5.include_cfrc_ext_in_observation:\n        parts.append(env.cfrc_ext[:, 1:].clamp"
+ANT = ("Ant-v5", "include_cfrc_ext_in_observation")
 BUGS = [
     ("the reward has another weight", FORWARD, "2 * velocity\n    rewards", STEPS),
     ("the time limit is one step later", LIMIT, LIMIT.replace(">=", ">"), [test_the_time_limit_truncates]),
@@ -323,6 +419,17 @@ BUGS = [
     ("observations are those before the step", *BEFORE, STEPS),
     ("velocities are not clipped", "1), env.qvel.clamp(-10, 10)), 1)", "1), env.qvel), 1)", RESETS),
     ("velocity is since the reset", "        self.x = x\n", "", STEPS),
+    ("worlds that diverge go on", "terminated = terminated | diverged", "pass", (DIVERGES, "qvel", torch.nan)),
+    ("NaN is no divergence", IS_FINITE, f"({STATE} >= LARGEST).any(1)", (DIVERGES, "qvel", torch.nan)),
+    ("positions cannot diverge", STATE, "self.qvel.abs()", (DIVERGES, "qpos", 1e12)),
+    ("velocities cannot diverge", STATE, "self.qpos.abs()", (DIVERGES, "qvel", 5e10)),
+    ("the last state is observed", MASKED, "", (DIVERGES, "qvel", torch.nan)),
+    *((f"{flag} is another's", f"v5.{flag}:", f"v5.{other}:", (PART, "Humanoid-v5", flag)) for flag, other in SWAPPED),
+    ("bodies of Ant without forces", ANTS, "if True:\n        parts.append(env.cfrc_ext[:, 1:].clamp", (PART, *ANT)),
+    *((f"{name} goes on", BEGIN, BEGIN.replace("FORCES", f"{{*FORCES}} - {{'{name}'}}"), FORCELESS) for name in FORCES),
+    ("too little room for constraints", "hopper, room=(12, 64)", "hopper, room=(12, 16)", (ROOM, "Hopper-v5")),
+    ("too little room for contacts", "hopper, room=(12, 64)", "hopper, room=(2, 64)", (ROOM, "Hopper-v5")),
+    ("too little room for contacts of Humanoid", "room=(48, 128)", "room=(8, 128)", (ROOM, "Humanoid-v5")),
     ("contacts cost nothing", CONTACT, "rewards, terminated", (test_steps_are_gymnasiums, "Ant-v5")),
 ]
 
@@ -336,4 +443,5 @@ def test_a_planted_bug_is_noticed(bug, old, new, check, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "make", functools.cache(make.__wrapped__))
     test, *name = check
     folder = [tmp_path] if test is test_steps_are_gymnasiums else []
-    assert_noticed(mujoco_warp, old, new, lambda edited: test(*name, *folder), tmp_path)
+    errors = (AssertionError, RuntimeError)  # of shapes
+    assert_noticed(mujoco_warp, old, new, lambda edited: test(*name, *folder), tmp_path, errors)
