@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from conftest import (
     train,
 )
 from copies import ROOT
+from formulas import assert_noticed
 
 
 @pytest.fixture(params=[*PLAIN.values(), *TURBO.values(), MULTI], ids=stem)
@@ -227,9 +229,6 @@ def test_checkpoints_that_do_not_fit_are_refused(script, tmp_path, capsys):
         ({"resume": a_list}, "--resume", "intact"),
         ({"resume": incomplete}, "--resume", "'networks'"),
     ]
-    saved = vars(script.Args(**tiny(script)))
-    for flag, value in fixed_flags(script).items():
-        cases.append(({"resume": own, flag: value}, f"--{flag.replace('_', '-')}", f"the checkpoint has {saved[flag]}"))
     for kwargs, flag, word in cases:
         args = script.Args(**tiny(script) | {"total_timesteps": 500, "run_dir": str(tmp_path / "no")} | kwargs)
         line = refused(capsys, partial(script.train, args))
@@ -247,3 +246,40 @@ def test_flags_that_a_script_no_longer_has_are_left_out_when_resuming(script, tm
     args = script.parse_args()
     assert args.track is False and not hasattr(args, "gone")
     assert vars(args).items() >= (content["args"] | {"resume": str(path)}).items() - {("gone", 1)}
+
+
+def check_flags_are_refused(script, flags, folder, capsys):
+    """A resumed run does not change them."""
+    path = str(folder / "own.pt")
+    saved = checkpoint_of(script, path)["args"]
+    for flag, value in flags.items():
+        sizes = {"total_timesteps": 500, "run_dir": str(folder / "no"), "resume": path, flag: value}
+        line = refused(capsys, partial(script.train, script.Args(**tiny(script) | sizes)))
+        assert line.startswith(f"error: --{flag.replace('_', '-')} {value}: the checkpoint has {saved[flag]}")
+        assert not list(folder.glob("no/*"))
+
+
+def test_flags_that_a_resumed_run_cannot_change(script, tmp_path, capsys):
+    check_flags_are_refused(script, fixed_flags(script), tmp_path, capsys)
+
+
+IN_CI = (TURBO["fast_td3"], "v_max")
+MISSING = [(script, flag) for scripts in (PLAIN, TURBO) for script in scripts.values() for flag in fixed_flags(script)]
+MISSING = [
+    pytest.param(*case, id=f"{stem(case[0])}-{case[1]}", marks=[] if case == IN_CI else pytest.mark.planted)
+    for case in MISSING
+]
+
+
+@pytest.mark.parametrize(("script", "flag"), MISSING)
+def test_a_missing_refusal_is_noticed(script, flag, tmp_path, capsys):
+    source = Path(script.__file__).read_text()
+    condition = re.search(rf'if [^\n]*:\n +(?=refuse\("{flag}", [^\n]*the checkpoint has)', source)
+    if condition:
+        old, new = condition[0], "if False:\n            "
+    else:
+        old = re.search(r"(?<=\nFIXED = \()[^\n]*(?=\))", source)[0]
+        new = old.replace(f'"{flag}"', '"seed"')
+    flags = {flag: fixed_flags(script)[flag]}
+    check = partial(check_flags_are_refused, flags=flags, folder=tmp_path, capsys=capsys)
+    assert_noticed(script, old, new, check, tmp_path, (AssertionError, RuntimeError, pytest.fail.Exception))
