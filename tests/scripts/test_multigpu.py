@@ -6,6 +6,7 @@ The ranks are forks of this process, connected by gloo, like torchrun's on a mac
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -385,6 +386,22 @@ def test_resuming_continues_every_rank(tmp_path, script=MULTI):
     assert checkpoint(tmp_path / "second")["global_step"] == 2 * ITERATION
 
 
+def test_resuming_from_a_checkpoint_on_the_way(tmp_path, script=MULTI):
+    """Two ranks that are resumed from the checkpoint of an interval go on, bit for bit, like those that wrote it."""
+
+    def keep(learner, losses, step):
+        if script.RANK == 0 and step == 2 * ITERATION:
+            shutil.copy(only_run(tmp_path / "whole") / "checkpoint.pt", tmp_path / "first.pt")
+
+    part = partial(learn_together, script, program=learn_periodically)
+    whole = part(tmp_path / "whole", iterations=3, checkpoint_interval=ITERATION, on_log=keep)
+    assert torch.load(tmp_path / "first.pt", weights_only=True)["global_step"] == ITERATION
+    rest = part(tmp_path / "rest", iterations=3, resume=str(tmp_path / "first.pt"))
+    for got, wanted in zip(rest, whole, strict=True):
+        assert_equal([got["weights"], got["adam"]], [wanted["weights"][1:], wanted["adam"][1:]])
+        assert torch.equal(got["actions"], wanted["actions"])
+
+
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_resuming_on_another_number_of_ranks_is_noted(ranks, tmp_path):
     learn_together(MULTI, tmp_path / "two", total_timesteps=ITERATION)
@@ -542,6 +559,7 @@ check_joint_batch = partial(test_two_ranks_learn_what_one_process_does, kwargs={
 check_on_cuda = partial(test_graphs_change_nothing_on_an_emulated_device, kwargs={})
 check_drift, check_target_kl = test_ranks_that_drift_apart_are_made_equal, test_target_kl_is_that_of_all_ranks
 check_seeds, check_resuming = test_seeds_of_games_do_not_overlap, test_resuming_continues_every_rank
+check_on_the_way = test_resuming_from_a_checkpoint_on_the_way
 check_late_signal = test_a_signal_while_all_go_on
 
 ADD_UP = "            add_up(self.sums)\n"
@@ -556,6 +574,8 @@ IN_GRAPH = (
     "self.learn_epoch = self.fast(self.learn_epoch)",
 )
 GENERATORS = ("set_generators(self.generators[RANK])", "set_generators(self.generators[0])")
+KEPT = "self.learner.generators = [states"
+AT_THE_END = (KEPT, f"if self.step in (0, self.args.total_timesteps):\n            {KEPT}")
 BUGS = [  # what is wrong, what is replaced by what, who sees it
     ("weights of its own", BROADCAST, "            pass\n", check_weights),
     ("a minibatch that a rank skips", MINIBATCHES, f"list({MINIBATCHES})[RANK:]", check_weights),
@@ -573,6 +593,7 @@ BUGS = [  # what is wrong, what is replaced by what, who sees it
     ("sums rebound instead of filled", "self.sums.copy_(torch.cat(", "self.sums = (torch.cat(", check_on_cuda),
     ("rows rebound instead of filled", "self.rows.copy_(rows)", "self.rows = rows", check_on_cuda),
     ("generators of rank 0", *GENERATORS, check_resuming),
+    ("generators of the beginning, except at the end", *AT_THE_END, check_on_the_way),
 ]
 
 
