@@ -322,6 +322,7 @@ THOROUGH = (  # tests that are too long for the quick suite, by the beginning of
     "cuda/test_generated_code.py::test_without_the_interpreter",
     "cuda/test_generated_code.py::test_wrong_code",
     "cuda/test_planted_bugs.py::test_a_planted_bug",
+    "cuda/test_planted_bugs.py::test_updates_before",
     "cuda/test_runs_agree.py",
     "cuda/test_training_on_cuda.py",
     "scripts/test_cli.py::test_words",

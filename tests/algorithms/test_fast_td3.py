@@ -309,6 +309,23 @@ def test_learning_rates_follow_torchs_cosine():
         schedule.step()
 
 
+def test_adamw_is_torchs(script=TURBO):
+    """While the learning rate moves, with gradients of all sizes, and for a weight without a gradient."""
+    torch.manual_seed(0)
+    weights = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((3, 4), (2,))]
+    copies = [weight.detach().clone().requires_grad_() for weight in weights]
+    mine, theirs = script.AdamW(weights, 0.1, 0.3), torch.optim.AdamW(copies, lr=0.1, weight_decay=0.3)
+    for step in range(40):
+        rate, sizes = 0.1 / (1 + step), torch.randn(3, 4) * 10.0 ** torch.randint(-9, 2, (3, 4))
+        mine.lr.fill_(rate)
+        theirs.param_groups[0]["lr"] = rate
+        mine.step((sizes * weights[0]).sum())
+        theirs.zero_grad(set_to_none=False)
+        ((sizes * copies[0]).sum() + 0 * copies[1].sum()).backward()
+        theirs.step()
+        torch.testing.assert_close(weights, copies, rtol=1e-5, atol=1e-6)
+
+
 REFUSED = [({"num_atoms": 1}, "at least 2"), ({"v_max": 0.0}, "largest return"), ({"num_steps": 12}, "at most 11")]
 
 
@@ -429,6 +446,7 @@ check_losses, check_buffer = test_losses_are_their_formulas, test_the_buffer_hol
 check_projection = test_projection_shares_each_return_between_two_atoms
 check_returns, check_noise = test_returns_end_with_the_episode, test_each_environment_has_noise_of_its_own_size
 check_against_plain = partial(check_equal, PLAIN, steps=(6,))
+check_adamw = test_adamw_is_torchs
 check_waits, check_restored = test_the_host_waits_only_to_log, test_a_restored_learner_continues_bit_by_bit
 SAME_NUMBERS = ('        torch.set_rng_state(state["rng"])\n', "")
 CRITICS = ("target.lerp_(learned, self.args.tau)", "target.lerp_(learned, 1.0)")
@@ -457,6 +475,9 @@ BUGS = [
     (TURBO, "noise", "self.stds * self.acting_noise", "self.stds.mean() * self.acting_noise", check_noise),
     (TURBO, "double Q", "first <= second", "first >= second", check_against_plain),
     (TURBO, "weight decay", "1 - self.lr * self.weight_decay", "1 - 0 * self.lr", check_against_plain),
+    (TURBO, "AdamW", "1 - self.lr * self.weight_decay", "1 - 0.1 * self.weight_decay", check_adamw),
+    (TURBO, "AdamW", "self.eps * root, alpha=1", "self.eps * root.square(), alpha=1", check_adamw),
+    (TURBO, "AdamW", "0.9, 0.999, 1e-8", "0.9, 0.99, 1e-8", check_adamw),
     (TURBO, "delay", "if update % self", "if (update + 1) % self", check_against_plain),
     (TURBO, "target", *CRITICS, check_against_plain),
     (PLAIN, "resumed", *SAME_NUMBERS, check_restored),

@@ -4,6 +4,7 @@ CI plants one of each kind. To plant all: `pytest -m "planted or thorough" tests
 unchanged scripts pass the same tests in their own files. doc/cuda_without_a_gpu.md counts the bugs by kind.
 """
 
+import itertools
 import re
 from pathlib import Path
 
@@ -11,12 +12,15 @@ import pytest
 import test_atari_off_policy
 import test_atari_off_policy_runs
 import test_dqn
+import test_multigpu
+import test_population
 import test_ppo
 import test_ppo_atari
 import test_pqn
 import test_replay
-from conftest import ENTRIES, TURBO, load_copy
+from conftest import ENTRIES, MULTI, POPULATION, TURBO, algorithm, load_copy, stem
 from emulated_cuda import emulated_cuda
+from tensordict.nn import CudaGraphModule
 from test_training_on_cuda import OTHERS, SIZES, check_against_cpu, check_training, no_export
 
 ROOT = Path(__file__).parents[2]
@@ -521,3 +525,48 @@ def test_the_page_counts_the_planted_bugs():
         assert re.search(rf"^\| {kind} \| .* \| {scripts} \| {len(bugs)} \|$", PAGE, re.M), (kind, scripts, len(bugs))
         counted += len(bugs)
     assert counted == len(BUGS)
+
+
+FIRST_CALLS = ("skipped in the warm-up", "made twice at the capture")
+UPDATES = re.compile("learn|update|step|store_and_learn")
+CASES = [
+    pytest.param(script, bug, id=f"{stem(script)}, {bug}", marks=[] if script is TURBO["sac"] else pytest.mark.planted)
+    for script in (*TURBO.values(), MULTI, POPULATION)
+    for bug in FIRST_CALLS
+]
+
+
+def graphs_with(bug):
+    """CudaGraphModule with one bug where it is given updates."""
+
+    def make(function, warmup):
+        module = CudaGraphModule(function, warmup=warmup)
+        calls = itertools.count(1)
+
+        def call():
+            number = next(calls)
+            if bug == "made twice at the capture" and number == warmup:
+                function()
+            if bug != "skipped in the warm-up" or number >= warmup:
+                module()
+
+        return call if UPDATES.match(getattr(function, "func", function).__name__) else module
+
+    return make
+
+
+@pytest.mark.parametrize(("script", "bug"), CASES)
+def test_updates_before_the_replays_are_counted(script, bug, tmp_path, monkeypatch):
+    """The first calls of what becomes a graph are no replays, and make each update once."""
+    monkeypatch.setattr(script, "CudaGraphModule", graphs_with(bug))
+    with pytest.raises((AssertionError, SystemExit)) as caught:
+        if script is MULTI:
+            test_multigpu.test_graphs_change_nothing_on_an_emulated_device({}, tmp_path)
+        elif script is POPULATION:
+            test_population.test_a_gpu_may_take_its_time(True, tmp_path)
+        else:
+            keep_addresses_real(algorithm(script), script, monkeypatch)
+            check_training(
+                script, tmp_path, settings=SETTINGS.get(algorithm(script)), runs=[(False, False), (True, True)]
+            )
+    assert caught.type is not SystemExit or str(caught.value).startswith("error: step ")  # NaN
