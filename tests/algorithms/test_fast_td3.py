@@ -231,7 +231,10 @@ def test_returns_end_where_a_resumed_run_begins(script):
 
 @each_script
 def test_the_buffer_holds_what_happened(script):
-    """Raw observations, and the actions in units of half the range that the environments got, with their noise."""
+    """Raw observations, and the actions in units of half the range that the environments got, with their noise.
+
+    The statistics are those of all observations that were acted on.
+    """
     learner = make_learner(script, env_id="Unequal-v0", num_envs=3, buffer_size=30, batch_size=3, std_max=0.8)
     envs = make_envs(script, learner.args)
     low, high = map(torch.from_numpy, (envs.single_action_space.low, envs.single_action_space.high))
@@ -246,6 +249,10 @@ def test_the_buffer_holds_what_happened(script):
     for name, column in zip(names, map(torch.stack, zip(*seen, strict=True)), strict=True):
         stored = learner.replay.columns[name].reshape(column.shape)
         torch.testing.assert_close(stored, column.float(), atol=1e-5, rtol=1e-5)
+    acted_on = torch.cat([obs for obs, *_ in seen]).double()
+    torch.testing.assert_close(learner.actor.normalizer.mean, acted_on.mean(0))
+    assert learner.actor.normalizer.count.item() == len(acted_on)
+    torch.testing.assert_close(learner.actor.normalizer.variance, acted_on.var(0, correction=0))
     stored = learner.replay.columns["actions"].reshape(-1, 3)
     assert stored.abs().max() == 1 and len(stored.unique(dim=0)) > 80
     assert sum(step[-1].sum() for step in seen) == 90 - 3  # the others only reset
@@ -462,6 +469,7 @@ BUGS = [
     (PLAIN, "masks", f"mean(0), {VALID}", f"mean(0), 0 * {VALID[:-1]} + 1)", check_losses),
     (PLAIN, "masks", "amin(0), valid)", "amin(0), 0 * valid + 1)", check_losses),
     (PLAIN, "stored actions", *ALL_ACTIONS, check_buffer),
+    (PLAIN, "seen observations", "normalizer.update(obs)", "normalizer.update(obs[:1])", check_buffer),
     (PLAIN, "stored actions", *WITHOUT_NOISE, check_buffer),
     (TURBO, "stored actions", *IN_UNITS, check_buffer),
     (TURBO, "projection", "(1 - distances).clamp(min=0)", "(1 - distances).abs()", check_projection),

@@ -259,12 +259,16 @@ def check_flags_are_refused(script, flags, folder, capsys):
         assert not list(folder.glob("no/*"))
 
 
+FIXED = [script for scripts in (PLAIN, TURBO) for script in scripts.values() if fixed_flags(script)]
+
+
+@pytest.mark.parametrize("script", FIXED, ids=stem)
 def test_flags_that_a_resumed_run_cannot_change(script, tmp_path, capsys):
     check_flags_are_refused(script, fixed_flags(script), tmp_path, capsys)
 
 
 IN_CI = (TURBO["fast_td3"], "v_max")
-MISSING = [(script, flag) for scripts in (PLAIN, TURBO) for script in scripts.values() for flag in fixed_flags(script)]
+MISSING = [(script, flag) for script in FIXED for flag in fixed_flags(script)]
 MISSING = [
     pytest.param(*case, id=f"{stem(case[0])}-{case[1]}", marks=[] if case == IN_CI else pytest.mark.planted)
     for case in MISSING
