@@ -316,6 +316,8 @@ class PPO:
             network.load_state_dict(state["networks"][name])
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state["optimizers"][name])
+        if self.args.desired_kl is None:
+            self.optimizers["agent"].param_groups[0]["lr"] = self.args.learning_rate
         torch.set_rng_state(state["rng"])
         torch.cuda.set_rng_state_all(state["cuda_rng"])
 

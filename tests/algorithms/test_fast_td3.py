@@ -13,7 +13,7 @@ import conftest
 import numpy as np
 import pytest
 import torch
-from conftest import load_copy, make_envs, make_learner, one_graph_each, scalars, stem
+from conftest import load_copy, make_envs, make_learner, one_graph_each, saved, scalars, stem
 from emulated_cuda import emulated_cuda
 from formulas import noticing
 from test_cli import refused
