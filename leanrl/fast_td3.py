@@ -269,11 +269,11 @@ class FastTD3:
         """Share `probabilities` of `returns`, both (batch, num_atoms), between the two atoms around each return."""
         last = self.args.num_atoms - 1
         position = (returns / self.args.v_max).clamp(-1, 1).add(1).mul(last / 2)  # 0 at the first atom, 1 at the next
-        lower = position.floor().clamp(max=last - 1)
+        lower = position.floor().long().clamp(0, last - 1)  # valid even for NaN, which the loss will show
         upper_share = position - lower
         projected = torch.zeros_like(probabilities)
-        projected.scatter_add_(-1, lower.long(), probabilities * (1 - upper_share))
-        return projected.scatter_add_(-1, lower.long() + 1, probabilities * upper_share)
+        projected.scatter_add_(-1, lower, probabilities * (1 - upper_share))
+        return projected.scatter_add_(-1, lower + 1, probabilities * upper_share)
 
     def update_actor(self, obs, valid):
         """Update the actor."""

@@ -217,7 +217,8 @@ assert not any("leanrl" in name or "gymnasium" in name for name in sys.modules)
 def test_the_exported_policy_is_the_learners(script, tmp_path):
     """For other batch sizes than it was exported with; also the one of a checkpoint. Once in a process of its own."""
     learners = []
-    args = script.Args(**tiny(script), total_timesteps=300, checkpoint_interval=100, run_dir=str(tmp_path))
+    sizes = {"total_timesteps": 300, "checkpoint_interval": 100, "run_dir": str(tmp_path)}
+    args = script.Args(**tiny(script) | sizes)
     train(script, args, on_start=lambda run: learners.append(run.learner))
     (folder,) = tmp_path.iterdir()
     obs = first_observations(script, num_envs=5)
