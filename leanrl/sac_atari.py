@@ -706,8 +706,8 @@ class Run:
             self.bar.close()
         with suppress(Exception, SystemExit):  # an environment that fails to close must not fail the run
             self.envs.close()
-        self.writer.close()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
+        self.writer.close()
 
     def __exit__(self, kind, error, traceback):
         """Save and close. What fails here does not hide the error that has ended the run."""
