@@ -418,13 +418,14 @@ def test_dry_run_prints_the_commands(capsys, monkeypatch):
     common = f"--env-id=BeamRider-v5 --total-timesteps={steps} --seed={{0}} --run-dir={folder}/"
     own = "/{0} --learning-starts 1000 --buffer-size 100000 --gamma 0"
     program = "python -m benchmark.speed.interleaved"
-    plain = f"{program} sac_atari {common}plain{own}"
-    turbo = f"{program} sac_atari_torchcompile --compile --cudagraphs {common}compile+cudagraphs{own}"
+    plain = f"{program} sac_atari --checkpoint-interval=0 {common}plain{own}"
+    flags = "--checkpoint-interval=0 --compile --cudagraphs"
+    turbo = f"{program} sac_atari_torchcompile {flags} {common}compile+cudagraphs{own}"
     assert out.splitlines() == [plain.format(21), turbo.format(21), turbo.format(31), plain.format(31)]
     out, _ = commands(capsys, algos=("sac_atari",), modes=("compile",), seeds=(21,), learn=True)
     folder = "runs/matrix/learning/sac_atari/BeamRider-v5/compile/21"
-    flags = f"--compile --env-id=BeamRider-v5 --total-timesteps=5000000 --seed=21 --run-dir={folder}"
-    assert out == f"python leanrl/sac_atari_torchcompile.py {flags}\n"
+    flags = "--checkpoint-interval=0 --compile --env-id=BeamRider-v5 --total-timesteps=5000000 --seed=21"
+    assert out == f"python leanrl/sac_atari_torchcompile.py {flags} --run-dir={folder}\n"
     monkeypatch.setattr(matrix, "find_spec", lambda module: True)
     monkeypatch.setattr(matrix, "entry_points", lambda group: ["cuda"])
     monkeypatch.setattr(matrix.checkouts, "python", lambda peer: Path("python"))

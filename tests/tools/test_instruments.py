@@ -123,7 +123,10 @@ def test_each_layer_is_there_with_its_last_change(name, copy, tmp_path, always):
 
         def look(self, losses):
             layers = {layer: [x.clone() for x in tensors] for layer, tensors in self.layers().items()}
-            seen.setdefault(self.run.learner.updates, layers)
+            args, learner = self.run.args, self.run.learner
+            on_policy = not hasattr(learner, "updates")  # one per iteration
+            updates = self.run.step // (args.num_steps * args.num_envs) if on_policy else learner.updates
+            seen.setdefault(updates, layers)
 
     script = copy(TURBO[name])
     script.LOG_INTERVAL = 1
