@@ -24,7 +24,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 import zipfile
 from collections import deque
@@ -472,9 +471,6 @@ def train(args):
         if args.cudagraphs and device.type == "cpu":
             print("warning: --cudagraphs needs a CUDA device; running without", file=sys.stderr)
             args.cudagraphs = False
-        if args.compile and device.type == "cpu" and " " in torch.__file__ + tempfile.gettempdir():
-            remedy = f"give torch and TMPDIR paths without a space, not {torch.__file__} and {tempfile.gettempdir()}"
-            refuse("compile", True, remedy)
         check_shares(args)
         envs = make_games(replace(args, num_envs=share), folder)
         learner = PPO(args, envs, device)

@@ -36,7 +36,7 @@ MINUTES = "minutes"
 LAST = 40  # episodes of a run that `collect` prints the mean of
 RANDOM = "random"  # exp_name of the rows of `measure_random`
 NOT_LEARNED = {"exp_name", "seed", "run_dir", "resume", "checkpoint_interval", "capture_video", "threads", "cuda"}
-NOT_LEARNED |= {"track", "wandb_project_name", "wandb_entity", "torch_deterministic", "versions"}
+NOT_LEARNED |= {"track", "wandb_project_name", "wandb_entity", "torch_deterministic", "versions", "machine"}
 MAY_CHANGE = {"total_timesteps", "device"}  # where a run is resumed
 
 

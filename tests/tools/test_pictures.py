@@ -181,9 +181,9 @@ def test_runs_with_other_flags_are_not_one_curve(name, values, tmp_path, capsys)
 
 
 def test_what_changes_nothing_learned_may_differ(tmp_path):
-    """Seeds and folders; of another experiment all flags; of a resumed run its steps and its device too."""
-    write_run(tmp_path / "a", 1.0, seed=1, run_dir="a", total_timesteps=10)
-    write_run(tmp_path / "b", 2.0, seed=2, run_dir="b", total_timesteps=10, track=True)
+    """Seeds, folders and machines; of another experiment all flags; of a resumed run its steps and its device too."""
+    write_run(tmp_path / "a", 1.0, seed=1, run_dir="a", total_timesteps=10, machine={"cores": 2})
+    write_run(tmp_path / "b", 2.0, seed=2, run_dir="b", total_timesteps=10, machine={"cores": 16}, track=True)
     write_run(tmp_path / "c", 3.0, seed=1, exp_name="other", total_timesteps=90)
     write_run(tmp_path / "0", 4.0, seed=3, total_timesteps=20, resume="runs/b", device="NVIDIA H200")
     curves.collect(tmp_path, tmp_path / "curves.csv")
