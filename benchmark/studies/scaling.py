@@ -144,20 +144,20 @@ class Meter:
         self.update_seconds = []
 
     def __call__(self, run):
-        clock = Clock(run)
-        before_each_log(run, lambda losses: clock.begin and self.on_log(run.learner, run.step))
+        self.clock = Clock(run)
+        before_each_log(run, lambda losses: self.clock.begin and self.on_log(run.learner, run.step))
 
     def on_log(self, learner, step):
         if len(self.steps_per_second) == WINDOWS:
             return
         now = time.perf_counter()
         if self.begin is None:
-            self.begin = self.first = (step, now, updates(learner, step))
+            self.begin = self.first = (step, now, self.clock.updates())
         elif now >= self.begin[1] + self.window:
             self.steps_per_second.append((step - self.begin[0]) / (now - self.begin[1]))
-            self.begin = (step, now, updates(learner, step))
+            self.begin = (step, now, self.clock.updates())
         if len(self.steps_per_second) == WINDOWS:
-            self.updates_per_step = (updates(learner, step) - self.first[2]) / (step - self.first[0])
+            self.updates_per_step = (self.clock.updates() - self.first[2]) / (step - self.first[0])
             self.original = learner.update
             learner.update = self.update
 
@@ -169,13 +169,6 @@ class Meter:
             self.timed = []
         if len(self.update_seconds) == WINDOWS:
             raise Enough
-
-
-def updates(learner, step):
-    """Updates until `step`; those of PPO and PQN are iterations."""
-    if hasattr(learner, "updates"):
-        return learner.updates
-    return step / (learner.args.num_steps * learner.args.num_envs)
 
 
 def measure(algo, flags, modes, seconds):
