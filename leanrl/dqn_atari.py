@@ -153,7 +153,7 @@ class DQN:
     def update_target(self):
         """Move the target network toward the Q-network by `tau`; 1 copies it."""
         for target, learned in zip(self.target_q.state_dict().values(), self.q.state_dict().values(), strict=True):
-            if target.is_floating_point():  # no counters
+            if target.is_floating_point():  # BatchNorm has a count, too
                 target.lerp_(learned, self.args.tau)
 
     @torch.no_grad()

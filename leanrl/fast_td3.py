@@ -291,7 +291,7 @@ class FastTD3:
         """Move the target critics toward the critics."""
         targets = self.target_critics.state_dict()
         for name, tensor in self.critics.state_dict().items():
-            if tensor.is_floating_point():  # no counters
+            if tensor.is_floating_point():  # BatchNorm has a count, too
                 targets[name].lerp_(tensor, self.args.tau)
 
     def anneal(self, progress):

@@ -283,7 +283,7 @@ class FastTD3:
         self.optimizers["critics"].step(qf_loss)
         with torch.no_grad():
             for target, learned in zip(self.target_critics.values(), self.critics.values(), strict=True):
-                if target.is_floating_point():  # no counters
+                if target.is_floating_point():  # BatchNorm has a count, too
                     target.lerp_(learned, self.args.tau)
 
     def target(self, probabilities, rewards, discounts):

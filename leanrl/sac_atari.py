@@ -206,7 +206,7 @@ class SAC:
         """Move the target networks toward the critics by `tau`; 1 copies them."""
         targets = self.target_critics.state_dict()
         for name, tensor in self.critics.state_dict().items():
-            if tensor.is_floating_point():  # no counters
+            if tensor.is_floating_point():  # BatchNorm has a count, too
                 targets[name].lerp_(tensor, self.args.tau)
 
     def losses(self):

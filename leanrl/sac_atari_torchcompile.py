@@ -155,7 +155,8 @@ class SAC:
         }
         for optimizer in self.optimizers.values():
             optimizer.eps = ADAM_EPS
-        names = ["q_values", "qf_loss", "actor_loss", "entropy", "alpha"] + (["alpha_loss"] if args.autotune else [])
+        names = ["q_values", "qf_loss", "actor_loss", "entropy", "alpha"]
+        names += ["alpha_loss"] if args.autotune else []
         self.scalars = {name: torch.zeros((), device=device) for name in names}
         self.replay = make_replay(args, self.obs_shape, device)
         self.updates = 0
@@ -224,7 +225,7 @@ class SAC:
         """Move the target networks toward the critics by `tau`; 1 copies them."""
         targets = self.target_critics.state_dict()
         for name, tensor in self.critics.state_dict().items():
-            if tensor.is_floating_point():  # no counters
+            if tensor.is_floating_point():  # BatchNorm has a count, too
                 targets[name].lerp_(tensor, self.args.tau)
 
     @torch.no_grad()

@@ -197,7 +197,7 @@ class SAC:
         if self.updates % self.args.target_network_frequency == 0:
             targets = self.target_critics.state_dict()
             for name, tensor in self.critics.state_dict().items():
-                if tensor.is_floating_point():  # no counters
+                if tensor.is_floating_point():  # BatchNorm has a count, too
                     targets[name].lerp_(tensor, self.args.tau)
         self.updates += 1
 

@@ -165,7 +165,8 @@ class SAC:
             "critics": Adam(self.critics.values(), args.q_lr),
             "alpha": Adam([self.log_alpha], args.q_lr),
         }
-        names = ["q_values", "qf_loss", "actor_loss", "entropy", "alpha"] + (["alpha_loss"] if args.autotune else [])
+        names = ["q_values", "qf_loss", "actor_loss", "entropy", "alpha"]
+        names += ["alpha_loss"] if args.autotune else []
         self.scalars = {name: torch.zeros((), device=device) for name in names}
         self.updates = 0
 
@@ -235,7 +236,7 @@ class SAC:
     def update_targets(self):
         """Move the target critics toward the critics."""
         for target, learned in zip(self.target_critics.values(), self.critics.values(), strict=True):
-            if target.is_floating_point():  # no counters
+            if target.is_floating_point():  # BatchNorm has a count, too
                 target.lerp_(learned, self.args.tau)
 
     def q_values(self, critics, obs, actions):

@@ -193,7 +193,8 @@ class SACPopulation:
             "critics": PopulationAdam(self.critics.values(), q_lr),
             "alpha": PopulationAdam([self.log_alpha], q_lr),
         }
-        names = ["q_values", "qf_loss", "actor_loss", "entropy", "alpha"] + (["alpha_loss"] if args.autotune else [])
+        names = ["q_values", "qf_loss", "actor_loss", "entropy", "alpha"]
+        names += ["alpha_loss"] if args.autotune else []
         self.scalars = {name: torch.zeros(len(agents), device=device) for name in names}
         self.updates = 0
 
@@ -263,7 +264,7 @@ class SACPopulation:
     def update_targets(self):
         """Move the target critics toward the critics."""
         for target, learned in zip(self.target_critics.values(), self.critics.values(), strict=True):
-            if target.is_floating_point():  # no counters
+            if target.is_floating_point():  # BatchNorm has a count, too
                 target.lerp_(learned, like(self.tau, learned))
 
     def q_values(self, critics, obs, actions):

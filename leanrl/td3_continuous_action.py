@@ -195,7 +195,7 @@ class TD3:
         for name in ("actor", "critics"):
             learned, targets = self.networks[name].state_dict(), self.networks[f"target_{name}"].state_dict()
             for target, tensor in zip(targets.values(), learned.values(), strict=True):
-                if tensor.is_floating_point():  # no counters
+                if tensor.is_floating_point():  # BatchNorm has a count, too
                     target.lerp_(tensor, self.args.tau)
 
     def losses(self):

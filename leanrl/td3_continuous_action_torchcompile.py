@@ -203,7 +203,7 @@ class TD3:
         learned = [*self.actor.parameters(), *self.actor.buffers(), *self.critics.values()]
         targets = [*self.target_actor.parameters(), *self.target_actor.buffers(), *self.target_critics.values()]
         for target, tensor in zip(targets, learned, strict=True):
-            if tensor.is_floating_point():  # no counters
+            if tensor.is_floating_point():  # BatchNorm has a count, too
                 target.lerp_(tensor, self.args.tau)
 
     def q_values(self, critics, obs, actions):
