@@ -158,6 +158,13 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
     assert summary(next(tmp_path.iterdir()))["global_step"] == 300
 
 
+def test_what_windows_lacks_is_not_needed(either, tmp_path, monkeypatch):
+    monkeypatch.delattr(signal, "SIGHUP")
+    monkeypatch.delattr(os, "sysconf")
+    folder = run_tiny(either, tmp_path, total_timesteps=100)
+    assert summary(folder)["machine"]["memory_gib"] == 0
+
+
 def test_ctrl_c_while_the_compiler_runs(tmp_path, monkeypatch):
     """In a terminal Ctrl-C reaches the C++ compiler too; the run still ends with checkpoint and summary."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))

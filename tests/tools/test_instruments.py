@@ -51,7 +51,6 @@ SCRIPT = "leanrl/sac_continuous_action.py"
 
 ALL = {f"{name}-{kind}": script for kind, scripts in SCRIPTS.items() for name, script in scripts.items()}
 ALL |= {stem(script): script for script in VARIANTS}
-NO_GRADIENT = {"fast_td3-plain": "NaN gives it no atom, so that an error ends the run in the update"}
 
 
 def each_script(left_out=AGENTS):
@@ -227,9 +226,11 @@ def test_exploding_gradients_end_the_run(cudagraphs, copy, tmp_path, always):
     assert all(x.isfinite().all() for _, x in leaves(checkpoint["learner"]["networks"]))
 
 
-@each_script(AGENTS | NO_GRADIENT)
+@each_script()
 def test_a_reward_that_is_nan_ends_the_run_and_names_the_layers(script, copy, tmp_path, always):
     """After the checkpoint in the middle of the run, which stays."""
+    script = copy(script)
+    script.LOG_INTERVAL = 1  # the look after an update comes before the next action, which cannot be drawn from NaN
     sizes = SIZES[algorithm(script)]
     half = 2 * sizes["total_timesteps"]
     begin = 1.25 * half
@@ -248,7 +249,7 @@ def test_a_reward_that_is_nan_ends_the_run_and_names_the_layers(script, copy, tm
             run.envs.step = spoilt
 
     flags = sizes | {"total_timesteps": 2 * half, "checkpoint_interval": half}
-    run, line = train(copy(script), tmp_path / "run", [Spoil()], **flags)
+    run, line = train(script, tmp_path / "run", [Spoil()], **flags)
     assert "the gradient of " in line and "all layers of " in line and "is not finite" in line
     checkpoint = torch.load(run / "checkpoint.pt")
     assert half <= checkpoint["global_step"] < 2 * half
