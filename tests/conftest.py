@@ -407,7 +407,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    """Reset the compiler: compiled code has no guards against another test's networks."""
+    """Reset the compiler: torch stops recompiling after some learners in one process."""
     torch._dynamo.reset()
 
 
@@ -632,6 +632,14 @@ def advance(learner, steps, seed=0):
         learner.update()
         actions.append(learner.next_actions())
     return np.stack(actions)
+
+
+@pytest.fixture
+def hangups():
+    """SIGHUP ends a program, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

@@ -37,14 +37,6 @@ from copies import ROOT
 from test_cli import flags, run_tiny, start, summary
 
 
-@pytest.fixture
-def hangups():
-    """SIGHUP ends a program, also where the tests themselves run under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 def checkpoint_step(folder):
     return torch.load(folder / "checkpoint.pt", weights_only=True)["global_step"]
 

@@ -590,7 +590,7 @@ def test_a_second_ctrl_c_does_not_end_the_wait_for_checkpoints():
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_signal_ends_a_learning_run_with_its_checkpoint(lost, tmp_path):
+def test_a_signal_ends_a_learning_run_with_its_checkpoint(lost, hangups, tmp_path):
     """SIGTERM, or a terminal that is gone."""
     words = [ROOT / "run.sh", "--learn", "--algos", "dqn", "--env-ids", "CartPole-v1", "--modes", "plain"]
     words += ["--seeds", "1", "--out", tmp_path / "results", "--run-dir", tmp_path / "runs"]

@@ -210,7 +210,7 @@ def test_a_crash_ends_one_run_alone_and_is_tried_again(script):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupt_ends_runs_with_their_checkpoints_and_the_command_goes_on(script, kind):
+def test_an_interrupt_ends_runs_with_their_checkpoints_and_the_command_goes_on(script, kind, hangups):
     flags = ("--seconds", "0.3", "--checkpoint-interval", "1000")
     folder = script.parent / "runs" / "walk"
     command = words_of(script, flags=flags)
@@ -506,7 +506,7 @@ def test_tuning_trains_the_best_third_on_and_no_step_twice(hill):
 
 
 @pytest.mark.thorough
-def test_tuning_goes_on_after_an_interrupt(hill):
+def test_tuning_goes_on_after_an_interrupt(hill, hangups):
     flags = ("--total-timesteps=18", "--seconds=0.2")
     command = ["tune", str(hill), "--out", str(hill.parent / "runs"), *TUNED, "--", *flags]
     process = subprocess.Popen([sys.executable, "-m", "launch", *command], cwd=ROOT, stderr=subprocess.PIPE, text=True)
