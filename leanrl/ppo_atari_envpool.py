@@ -317,8 +317,7 @@ def check_minibatches(args):
     """Refuse sizes that do not fit together."""
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches or (args.norm_adv and batch_size == args.num_minibatches):
-        remedy = f"give a divisor of num_envs * num_steps, {batch_size}, smaller than it"
-        refuse("num_minibatches", args.num_minibatches, remedy)
+        refuse("num_minibatches", args.num_minibatches, f"give a proper divisor of num_envs * num_steps, {batch_size}")
 
 
 class AtariEnvs(gym.vector.VectorEnv):

@@ -135,7 +135,7 @@ class PPO:
         self.device = device
         obs_dim = envs.single_observation_space.shape[0]
         self.example = torch.from_numpy(np.zeros((2, obs_dim), envs.single_observation_space.dtype))  # raw observations
-        self.act_dim = act_dim = envs.single_action_space.shape[0]
+        act_dim = envs.single_action_space.shape[0]
         self.low, self.high = envs.single_action_space.low, envs.single_action_space.high
         with device:
             self.agent = Agent(obs_dim, envs.single_action_space)
@@ -362,8 +362,7 @@ def check_minibatches(args):
     """Refuse sizes that do not fit together."""
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches or (args.norm_adv and batch_size == args.num_minibatches):
-        remedy = f"give a divisor of num_envs * num_steps, {batch_size}, smaller than it"
-        refuse("num_minibatches", args.num_minibatches, remedy)
+        refuse("num_minibatches", args.num_minibatches, f"give a proper divisor of num_envs * num_steps, {batch_size}")
 
 
 def make_envs(args, folder):

@@ -140,7 +140,7 @@ class PPO:
         self.device = device
         obs_dim = envs.single_observation_space.shape[0]
         self.example = torch.from_numpy(np.zeros((2, obs_dim), envs.single_observation_space.dtype))  # raw observations
-        self.act_dim = act_dim = envs.single_action_space.shape[0]
+        act_dim = envs.single_action_space.shape[0]
         self.low, self.high = envs.single_action_space.low, envs.single_action_space.high
         with device:
             self.agent = Agent(obs_dim, envs.single_action_space)
@@ -154,20 +154,18 @@ class PPO:
         self.mean_actions = numpy_function(self.host_agent.actor)
         self.noise = np.zeros((args.num_steps, envs.num_envs, act_dim), np.float32)
 
-        # the rollout, in host memory and on the device: obs, next_obs, actions, rewards, terminated, ended
-        on_cuda = device.type == "cuda"
-        self.rollout_widths = [obs_dim, obs_dim, act_dim, 1, 1, 1]
-        self.host_rollout = torch.zeros(args.num_steps, envs.num_envs, sum(self.rollout_widths), pin_memory=on_cuda)
+        # the rollout, in host memory, with a NumPy view of each column, and on the device
+        self.rollout_widths = dict(obs=obs_dim, next_obs=obs_dim, actions=act_dim, rewards=1, terminated=1, ended=1)
+        shape = (args.num_steps, envs.num_envs, sum(self.rollout_widths.values()))
+        self.host_rollout = torch.zeros(shape, pin_memory=device.type == "cuda")
         self.rollout = self.host_rollout.to(device)  # the same memory on a CPU
-        columns = [column.numpy() for column in self.host_rollout.split(self.rollout_widths, -1)]  # the same memory
-        self.obs, self.next_obs, self.actions, *scalars = columns
-        self.rewards, self.terminated, self.ended = (scalar[..., 0] for scalar in scalars)
+        self.host_columns = {k: v.numpy() for k, v in columns(self.host_rollout, self.rollout_widths).items()}
 
-        # all transitions, and a minibatch: obs, actions, log_prob, values, advantages, returns
-        self.batch_widths = [obs_dim, act_dim, 1, 1, 1, 1]
-        batch_size = args.num_steps * envs.num_envs
-        self.batch = torch.zeros(batch_size, sum(self.batch_widths), device=device)
-        self.minibatch = torch.zeros(batch_size // args.num_minibatches, sum(self.batch_widths), device=device)
+        # all transitions, and a minibatch
+        self.batch_widths = dict(obs=obs_dim, actions=act_dim, log_prob=1, values=1, advantages=1, returns=1)
+        batch_size, width = args.num_steps * envs.num_envs, sum(self.batch_widths.values())
+        self.batch = torch.zeros(batch_size, width, device=device)
+        self.minibatch = torch.zeros(batch_size // args.num_minibatches, width, device=device)
         # with --target-kl, the host checks the divergence after each epoch
         self.epochs_at_once = args.update_epochs if args.target_kl is None else 1
         self.orders = torch.zeros(self.epochs_at_once, batch_size, dtype=torch.int64, device=device)
@@ -179,40 +177,44 @@ class PPO:
     @torch.no_grad()
     def make_batch(self):
         """Fill `batch` with the rollout's transitions, their advantages and returns."""
-        obs, next_obs, actions, rewards, terminated, ended = self.rollout.split(self.rollout_widths, -1)
-        log_prob = gaussian_log_prob(self.agent.actor(obs), self.agent.log_std, actions)
-        values = self.agent.critic(obs)
-        next_values = self.agent.critic(next_obs)
+        batch = columns(self.rollout, self.rollout_widths)
+        batch["log_prob"] = self.log_prob(batch)
+        batch["values"] = values = self.agent.critic(batch["obs"])
+        next_values = self.agent.critic(batch["next_obs"])
 
         # GAE (arXiv:1506.02438, eq. 16)
-        deltas = rewards + self.args.gamma * (1 - terminated) * next_values - values
-        advantages = gae(deltas, self.args.gamma * self.args.gae_lambda * (1 - ended))
+        deltas = batch["rewards"] + self.args.gamma * (1 - batch["terminated"]) * next_values - values
+        batch["advantages"] = gae(deltas, self.args.gamma * self.args.gae_lambda * (1 - batch["ended"]))
+        batch["returns"] = batch["advantages"] + values
+        self.batch.copy_(torch.cat([batch[name] for name in self.batch_widths], -1).flatten(0, 1))
 
-        columns = (obs, actions, log_prob, values, advantages, advantages + values)
-        self.batch.copy_(torch.cat(columns, -1).flatten(0, 1))
+    def log_prob(self, batch):
+        """Log-probabilities (..., 1) of the actions of a `batch` by the current policy."""
+        errors = (batch["actions"] - self.agent.actor(batch["obs"])) * (-self.agent.log_std).exp()
+        return -(0.5 * errors.square() + self.agent.log_std + 0.5 * math.log(2 * math.pi)).sum(-1, keepdim=True)
 
     def loss(self, rows):
         """Policy loss, value loss, entropy, and the log of the probability ratio (n, 1) for n rows of `batch`."""
-        obs, actions, old_log_prob, old_values, advantages, returns = rows.split(self.batch_widths, -1)
+        batch = columns(rows, self.batch_widths)
         clip = self.args.clip_coef
 
         # clipped policy loss (eq. 7)
-        log_std = self.agent.log_std
-        log_ratio = gaussian_log_prob(self.agent.actor(obs), log_std, actions) - old_log_prob
+        log_ratio = self.log_prob(batch) - batch["log_prob"]
         ratio = log_ratio.exp()
+        advantages = batch["advantages"]
         if self.args.norm_adv:
             advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
         policy_loss = -torch.min(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip)).mean()
 
         # clipped value loss
-        values = self.agent.critic(obs)
-        errors = (values - returns).square()
+        values = self.agent.critic(batch["obs"])
+        errors = (values - batch["returns"]).square()
         if self.args.clip_vloss:
-            clipped_values = old_values + (values - old_values).clamp(-clip, clip)
-            errors = torch.max(errors, (clipped_values - returns).square())
+            clipped_values = batch["values"] + (values - batch["values"]).clamp(-clip, clip)
+            errors = torch.max(errors, (clipped_values - batch["returns"]).square())
         value_loss = 0.5 * errors.mean()
 
-        entropy = (log_std + 0.5 * (1 + math.log(2 * math.pi))).expand_as(actions).sum(-1).mean()
+        entropy = (self.agent.log_std + 0.5 * (1 + math.log(2 * math.pi))).sum()
         return policy_loss, value_loss, entropy, log_ratio
 
     def update_minibatch(self):
@@ -236,14 +238,14 @@ class PPO:
         """Store losses and statistics of the whole batch."""
         policy_loss, value_loss, entropy, log_ratio = self.loss(self.batch)
         ratio = log_ratio.exp()
-        *_, values, _, returns = self.batch.split(self.batch_widths, -1)
+        batch = columns(self.batch, self.batch_widths)
         self.keep(
             policy_loss=policy_loss,
             value_loss=value_loss,
             entropy=entropy,
             approx_kl=(ratio - 1 - log_ratio).mean(),  # http://joschu.net/blog/kl-approx.html, k3
             clipfrac=((ratio - 1).abs() > self.args.clip_coef).float().mean(),
-            explained_variance=1 - (returns - values).var() / returns.var(),
+            explained_variance=1 - (batch["returns"] - batch["values"]).var() / batch["returns"].var(),
         )
 
     def update(self, learning_rate):
@@ -270,8 +272,8 @@ class PPO:
     def act(self, t, obs):
         """Sampled actions for step `t` of the rollout and normalized `obs`, both NumPy (num_envs, ...)."""
         actions = self.mean_actions(obs) + self.noise[t]
-        self.obs[t] = obs
-        self.actions[t] = actions  # not clipped: their density is known
+        self.host_columns["obs"][t] = obs
+        self.host_columns["actions"][t] = actions  # not clipped: their density is known
         return actions.clip(self.low, self.high)
 
     def record(self, t, next_obs, rewards, terminated, ended, act_on):
@@ -280,10 +282,10 @@ class PPO:
         `act_on` equals `next_obs`, except where an episode has ended: there it is the first observation of the next.
         """
         obs, rewards = self.normalizer.normalize(act_on, rewards, ended)
-        self.next_obs[t] = self.normalizer.scale_obs(next_obs) if ended.any() else obs
-        self.rewards[t] = rewards
-        self.terminated[t] = terminated if self.args.bootstrap_truncation else ended
-        self.ended[t] = ended
+        self.host_columns["next_obs"][t] = self.normalizer.scale_obs(next_obs) if ended.any() else obs
+        self.host_columns["rewards"][t, :, 0] = rewards
+        self.host_columns["terminated"][t, :, 0] = terminated if self.args.bootstrap_truncation else ended
+        self.host_columns["ended"][t, :, 0] = ended
         return obs
 
     def compiled(self, function):
@@ -344,10 +346,9 @@ class PPO:
         torch.cuda.set_rng_state_all(state["cuda_rng"])
 
 
-def gaussian_log_prob(mean, log_std, actions):
-    """Log-probabilities (..., 1) of `actions` (..., act_dim)."""
-    squares = ((actions - mean) * (-log_std).exp()).square()
-    return -(0.5 * squares + log_std + 0.5 * math.log(2 * math.pi)).sum(-1, keepdim=True)
+def columns(tensor, widths):
+    """Views of `tensor` (..., sum of widths), by name: the columns whose names and widths are `widths`, in order."""
+    return dict(zip(widths, tensor.split(list(widths.values()), -1), strict=True))
 
 
 def gae(deltas, decay):
@@ -550,8 +551,7 @@ def check_minibatches(args):
     """Refuse sizes that do not fit together."""
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches or (args.norm_adv and batch_size == args.num_minibatches):
-        remedy = f"give a divisor of num_envs * num_steps, {batch_size}, smaller than it"
-        refuse("num_minibatches", args.num_minibatches, remedy)
+        refuse("num_minibatches", args.num_minibatches, f"give a proper divisor of num_envs * num_steps, {batch_size}")
 
 
 def make_envs(args, folder):

@@ -376,9 +376,7 @@ def require_minibatches(args):
     """Refuse a batch that cannot be divided evenly into minibatches of several steps."""
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches or batch_size == args.num_minibatches:
-        refuse(
-            "num_minibatches", args.num_minibatches, f"give a divisor of num_envs * num_steps, {batch_size}, smaller"
-        )
+        refuse("num_minibatches", args.num_minibatches, f"give a proper divisor of num_envs * num_steps, {batch_size}")
 
 
 class DeviceEnvs(gym.vector.VectorWrapper):

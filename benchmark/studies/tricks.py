@@ -217,13 +217,13 @@ PPO_VALUES = Trick(
     "values and log-probabilities of a rollout at once, not step by step",
     ALL,
     """
--        log_prob = gaussian_log_prob(self.agent.actor(obs), self.agent.log_std, actions)
--        values = self.agent.critic(obs)
--        next_values = self.agent.critic(next_obs)
-+        means = torch.stack([self.agent.actor(row) for row in obs])
-+        log_prob = gaussian_log_prob(means, self.agent.log_std, actions)
-+        values = torch.stack([self.agent.critic(row) for row in obs])
-+        next_values = torch.stack([self.agent.critic(row) for row in next_obs])
+-        batch["log_prob"] = self.log_prob(batch)
+-        batch["values"] = values = self.agent.critic(batch["obs"])
+-        next_values = self.agent.critic(batch["next_obs"])
++        steps = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
++        batch["log_prob"] = torch.stack([self.log_prob(step) for step in steps])
++        batch["values"] = values = torch.stack([self.agent.critic(row) for row in batch["obs"]])
++        next_values = torch.stack([self.agent.critic(row) for row in batch["next_obs"]])
 """,
 )
 PPO_GAE = Trick(

@@ -147,9 +147,10 @@ def draws_all_rows(drawn, count):
 
 
 def columns_of(learner, *names):
-    """Columns of the stored rollout, NumPy, each (num_steps, num_envs, ...)."""
-    columns = learner.rollout if isinstance(learner.rollout, dict) else vars(learner)
-    return [np.asarray(columns[name]).copy() for name in names]
+    """Columns of the stored rollout, NumPy, each (num_steps, num_envs, ...); scalars are (num_steps, num_envs)."""
+    rollout = learner.rollout if isinstance(learner.rollout, dict) else getattr(learner, "host_columns", vars(learner))
+    columns = [np.array(rollout[name]) for name in names]
+    return [column[..., 0] if column.shape[2:] == (1,) else column for column in columns]
 
 
 def stores_true_ends(script, env_id, terminal, folder, **kwargs):
