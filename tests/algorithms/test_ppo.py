@@ -32,7 +32,7 @@ def roll_out(learners, seed=0):
         for i, learner in enumerate(learners):
             learner.act(t, obs[i])
             if i:
-                actions = learner.host_columns["actions"]
+                actions = getattr(learner, "host_columns", vars(learner))["actions"]
                 actions[t] = first.rollout["actions"][t].reshape(actions[t].shape)
             obs[i] = learner.record(t, next_obs, rewards, terminated, ended, act_on)
     return obs[0]

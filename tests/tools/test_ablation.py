@@ -19,7 +19,7 @@ MACHINE = {"cpu": "processor", "cores": 2, "memory_gib": 8, "gpu": None, "packag
 WRONG = [  # edits that are no tricks
     ("sac_continuous_action", "next_obs, next_actions).amin(0)", "next_obs, next_actions).amax(0)"),
     ("td3_continuous_action", "target.lerp_(tensor", "target.lerp(tensor"),
-    ("ppo_continuous_action", "self.args.gae_lambda * (1 - ended)", "self.args.gae_lambda * (1 - terminated)"),
+    ("ppo_continuous_action", 'gae_lambda * (1 - batch["ended"])', 'gae_lambda * (1 - batch["terminated"])'),
     ("dqn", "self.args.gamma * next_q", "0.98 * next_q"),
     ("pqn", "self.args.gamma * weights)", "0.98 * weights)"),
 ]
