@@ -149,7 +149,7 @@ def draws_all_rows(drawn, count):
 def columns_of(learner, *names):
     """Columns of the stored rollout, NumPy, each (num_steps, num_envs, ...); scalars are (num_steps, num_envs)."""
     rollout = learner.rollout if isinstance(learner.rollout, dict) else getattr(learner, "host_columns", vars(learner))
-    columns = [np.array(rollout[name]) for name in names]
+    columns = [np.asarray(rollout[name]).copy() for name in names]
     return [column[..., 0] if column.shape[2:] == (1,) else column for column in columns]
 
 

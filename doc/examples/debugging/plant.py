@@ -18,8 +18,8 @@ BUGS = {  # the script, a text that is there once, and what becomes of it
     ),
     "second": (
         "ppo_continuous_action_torchcompile.py",
-        "errors = (values - returns).square()",
-        "errors = (values - returns.squeeze(-1)).square()",
+        'errors = (values - batch["returns"]).square()',
+        'errors = (values - batch["returns"].squeeze(-1)).square()',
     ),
     "third": (
         "ppo_atari_envpool_torchcompile.py",
