@@ -159,13 +159,13 @@ class PPO:
         shape = (args.num_steps, envs.num_envs, sum(self.rollout_widths.values()))
         self.host_rollout = torch.zeros(shape, pin_memory=device.type == "cuda")
         self.rollout = self.host_rollout.to(device)  # the same memory on a CPU
-        self.host_columns = {k: v.numpy() for k, v in columns(self.host_rollout, self.rollout_widths).items()}
+        self.host_columns = tree_map(torch.Tensor.numpy, columns(self.host_rollout, self.rollout_widths))
 
         # all transitions, and a minibatch
         self.batch_widths = dict(obs=obs_dim, actions=act_dim, log_prob=1, values=1, advantages=1, returns=1)
-        batch_size, width = args.num_steps * envs.num_envs, sum(self.batch_widths.values())
-        self.batch = torch.zeros(batch_size, width, device=device)
-        self.minibatch = torch.zeros(batch_size // args.num_minibatches, width, device=device)
+        batch_size = args.num_steps * envs.num_envs
+        self.batch = torch.zeros(batch_size, sum(self.batch_widths.values()), device=device)
+        self.minibatch = self.batch[: batch_size // args.num_minibatches].clone()
         # with --target-kl, the host checks the divergence after each epoch
         self.epochs_at_once = args.update_epochs if args.target_kl is None else 1
         self.orders = torch.zeros(self.epochs_at_once, batch_size, dtype=torch.int64, device=device)
@@ -193,9 +193,8 @@ class PPO:
         errors = (batch["actions"] - self.agent.actor(batch["obs"])) * (-self.agent.log_std).exp()
         return -(0.5 * errors.square() + self.agent.log_std + 0.5 * math.log(2 * math.pi)).sum(-1, keepdim=True)
 
-    def loss(self, rows):
-        """Policy loss, value loss, entropy, and the log of the probability ratio (n, 1) for n rows of `batch`."""
-        batch = columns(rows, self.batch_widths)
+    def loss(self, batch):
+        """Policy loss, value loss, entropy, and the log of the probability ratio (n, 1) for the columns of n rows."""
         clip = self.args.clip_coef
 
         # clipped policy loss (eq. 7)
@@ -210,16 +209,17 @@ class PPO:
         values = self.agent.critic(batch["obs"])
         errors = (values - batch["returns"]).square()
         if self.args.clip_vloss:
-            clipped_values = batch["values"] + (values - batch["values"]).clamp(-clip, clip)
+            old_values = batch["values"]
+            clipped_values = old_values + (values - old_values).clamp(-clip, clip)
             errors = torch.max(errors, (clipped_values - batch["returns"]).square())
         value_loss = 0.5 * errors.mean()
 
-        entropy = (self.agent.log_std + 0.5 * (1 + math.log(2 * math.pi))).sum()
+        entropy = (self.agent.log_std + 0.5 * (1 + math.log(2 * math.pi))).sum(-1).mean()
         return policy_loss, value_loss, entropy, log_ratio
 
     def update_minibatch(self):
         """One step of Adam on the loss of `minibatch`."""
-        policy_loss, value_loss, entropy, _ = self.loss(self.minibatch)
+        policy_loss, value_loss, entropy, _ = self.loss(columns(self.minibatch, self.batch_widths))
         loss = policy_loss - self.args.ent_coef * entropy + self.args.vf_coef * value_loss
         gradient = self.optimizers["agent"].gradient(loss)
         grad_norm = self.optimizers["agent"].step(gradient)
@@ -236,9 +236,9 @@ class PPO:
     @torch.no_grad()
     def measure(self):
         """Store losses and statistics of the whole batch."""
-        policy_loss, value_loss, entropy, log_ratio = self.loss(self.batch)
-        ratio = log_ratio.exp()
         batch = columns(self.batch, self.batch_widths)
+        policy_loss, value_loss, entropy, log_ratio = self.loss(batch)
+        ratio = log_ratio.exp()
         self.keep(
             policy_loss=policy_loss,
             value_loss=value_loss,

@@ -174,8 +174,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "ppo",
         "a tensor left on the CPU",
-        "self.batch = torch.zeros(batch_size, width, device=device)",
-        "self.batch = torch.zeros(batch_size, width)",
+        "self.batch = torch.zeros(batch_size, sum(self.batch_widths.values()), device=device)",
+        "self.batch = torch.zeros(batch_size, sum(self.batch_widths.values()))",
         TRAINING,
     ),
     ("ppo", "host read in a graph", "approx_kl=(ratio", "approx_kl=float(ratio.mean()) * (ratio", TRAINING),
