@@ -15,6 +15,7 @@ The updates are those of the plain version, fast_td3.py. Why it is faster:
 """
 
 import copy
+import errno
 import io
 import json
 import logging
@@ -475,6 +476,7 @@ class DeviceNStepReplayBuffer:
 
     def __init__(self, size, num_envs, widths, device):
         """`widths` are those of a step's columns, by name."""
+        require_memory("buffer_size", size, 4 * num_envs * sum(widths.values()), device)
         self.rows = torch.empty(size, num_envs, sum(widths.values()), device=device)
         columns = self.rows.flatten(0, 1).split(list(widths.values()), -1)  # the same memory
         self.columns = dict(zip(widths, columns, strict=True))
@@ -573,6 +575,19 @@ def learning_rate(args, name, progress):
     return end + (start - end) * (1 + math.cos(math.pi * progress)) / 2
 
 
+def require_memory(name, value, bytes_each, device):
+    """Refuse an argument if `value` items of `bytes_each` do not fit in the memory of `device`."""
+    if device.type == "cuda":
+        memory, _ = torch.cuda.mem_get_info()
+    elif hasattr(os, "sysconf"):  # not on Windows
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    room = memory - 2 * 2**30  # leaves 2 GiB for networks, batches and libraries
+    if value * bytes_each > room:
+        refuse(name, value, f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
+
+
 def train(args):
     """Train an agent."""
     device, folder = prepare(args)
@@ -610,6 +625,8 @@ def check_sizes(args):
     for name in ("critic_hidden_dim", "actor_hidden_dim"):
         if getattr(args, name) < 4:
             refuse(name, getattr(args, name), "give at least 4: the last hidden layer has a quarter of it")
+    if args.resume is None and args.total_timesteps <= args.learning_starts * args.num_envs:
+        refuse("total_timesteps", args.total_timesteps, "give more than --learning-starts * --num-envs")
     longest = min(args.learning_starts + 1, args.buffer_size)
     if args.num_steps > longest:
         refuse("num_steps", args.num_steps, f"give at most {longest}, or raise --learning-starts and --buffer-size")
@@ -723,37 +740,38 @@ def refuse(name, value, remedy):
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size", "updates_per_step", "policy_frequency")
 AT_LEAST_1 += ("num_steps", "num_atoms", "critic_hidden_dim", "actor_hidden_dim")
-AT_MOST_1 = ("gamma", "tau")
+AT_MOST = {"gamma": 1, "tau": 1, "threads": os.cpu_count()}
 FIXED = ("num_envs", "buffer_size", "critic_hidden_dim", "actor_hidden_dim", "num_atoms", "v_max")  # when resuming
 
 
 def prepare(args):
     """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
+    if "://" in args.run_dir:
+        refuse("run_dir", args.run_dir, "give a local folder, or one where remote storage is mounted")
     for name, value in vars(args).items():
-        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
+        low, high = int(name in AT_LEAST_1), AT_MOST.get(name, math.inf)
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
     torch.set_float32_matmul_precision(args.matmul_precision)
-    if args.threads > os.cpu_count():
-        refuse("threads", args.threads, f"this machine has {os.cpu_count()} cores")
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed)
+    np.random.seed(args.seed % 2**32)  # NumPy's limit
     torch.manual_seed(args.seed)
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    return device, Path(args.run_dir).absolute() / name.replace("/", "_").replace(":", "_")
+    return device, Path(args.run_dir).expanduser().absolute() / name.replace("/", "_").replace(":", "_")
 
 
 def load_checkpoint(resume, check=False):
     """Load a checkpoint to the CPU, with or without a check of its checksum; `resume` is its file or its folder."""
-    path = Path(resume)
-    if path.is_dir():
-        path = path / "checkpoint.pt"
+    path = Path(resume).expanduser()
+    path = path / "checkpoint.pt" if path.is_dir() else path
     try:
         if check and zipfile.ZipFile(path).testzip() is not None:
             raise ValueError("its checksum is wrong")  # torch.load does not check it
-        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        with suppress(RuntimeError):  # not every file system in user space can map files
+            return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
@@ -772,7 +790,11 @@ def replace_file(path, write):
         with open(temporary, "wb") as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # not every file system in user space can sync
+                    raise
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         raise OSError(f"could not write {path}: is the disk full? ({error})") from error
@@ -830,7 +852,7 @@ class Run:
             import wandb
 
             labels = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-            wandb.init(**labels, dir=folder, config=self.config, sync_tensorboard=True)
+            self.wandb = wandb.init(**labels, dir=folder, config=self.config, sync_tensorboard=True)
         self.writer = SummaryWriter(folder)
         size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
         self.bar = ProgressBar(**size, disable=sys.stderr is None)
@@ -849,18 +871,18 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-        caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
+        signals = [own for own in signal.Signals if own.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")]
+        caught = [own for own in signals if signal.getsignal(own) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {own: signal.signal(own, self.on_signal) for own in caught}
         return self
 
     def on_signal(self, number, frame):
-        """End the loop in `advance`. A second signal interrupts at once, except within a second: wrappers send two."""
+        """End the loop in `advance`. A second Ctrl-C interrupts at once, except within a second: wrappers send two."""
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
             self.signal, self.signal_time = number, time.perf_counter()
-        elif time.perf_counter() > self.signal_time + 1:
+        elif number == signal.SIGINT and time.perf_counter() > self.signal_time + 1:
             raise KeyboardInterrupt
 
     def unfinished(self):
@@ -938,11 +960,13 @@ class Run:
             self.envs.close()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
+        if self.args.track:
+            self.wandb.finish()
 
     def __exit__(self, kind, error, traceback):
-        """Save and close. What fails here does not hide the error that has ended the run."""
+        """Save and close. An error here does not hide the one that ended the run. A signal may break pipes, too."""
         try:
-            if not self.diverged and kind is not KeyboardInterrupt:  # a second Ctrl-C
+            if not self.diverged and (kind is not KeyboardInterrupt or self.signal is None):  # no second Ctrl-C
                 self.save()
         except SystemExit as not_finite:
             if error is None:
@@ -952,7 +976,7 @@ class Run:
             self.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
-        if self.signal is not None and kind in (None, KeyboardInterrupt):
+        if self.signal is not None and isinstance(error, (type(None), KeyboardInterrupt, EOFError, ConnectionError)):
             raise SystemExit(128 + self.signal)
 
 

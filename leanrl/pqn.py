@@ -17,6 +17,7 @@ pqn_torchcompile.py makes the same updates faster.
 """
 
 import copy
+import errno
 import io
 import json
 import math
@@ -60,7 +61,7 @@ class Args:
     q_lambda: float = 0.65  # lambda of the Q(lambda) targets
     num_minibatches: int = 4  # minibatches per epoch
     update_epochs: int = 4  # passes over each rollout
-    max_grad_norm: float = 10.0  # gradients are clipped to this norm
+    max_grad_norm: float = 10.0  # gradients are clipped to this norm (0: no clipping)
     start_e: float = 1.0  # epsilon, the probability of a random action, at the first step
     end_e: float = 0.05  # epsilon after its decay
     exploration_fraction: float = 0.5  # fraction of --total-timesteps over which epsilon decays linearly
@@ -157,7 +158,7 @@ class PQN:
         td_loss = (q - rows["targets"]).square().mean()
         self.optimizers["q"].zero_grad()
         td_loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(self.q.parameters(), self.args.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(self.q.parameters(), self.args.max_grad_norm or math.inf)
         self.optimizers["q"].step()
         self.last_losses = {"q_values": q.detach().mean(), "td_loss": td_loss.detach(), "grad_norm": grad_norm}
 
@@ -273,10 +274,11 @@ def make_envs(args, folder):
     try:
         functions = [partial(make_env, index) for index in range(args.num_envs)]
         envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
-    except (gym.error.Error, ImportError) as error:
+    except (gym.error.Error, ImportError, NotImplementedError) as error:
         refuse("env_id", args.env_id, error)
+    envs._add_info = lambda infos, info, index: infos  # infos are not collected: nothing reads them
     space = envs.single_observation_space
-    if len(space.shape) != 1:
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
     return envs
 
@@ -311,36 +313,37 @@ def refuse(name, value, remedy):
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
-AT_MOST_1 = ("gamma", "q_lambda", "start_e", "end_e", "exploration_fraction")
+AT_MOST = {"gamma": 1, "q_lambda": 1, "start_e": 1, "end_e": 1, "exploration_fraction": 1, "threads": os.cpu_count()}
 
 
 def prepare(args):
     """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
+    if "://" in args.run_dir:
+        refuse("run_dir", args.run_dir, "give a local folder, or one where remote storage is mounted")
     for name, value in vars(args).items():
-        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
+        low, high = int(name in AT_LEAST_1), AT_MOST.get(name, math.inf)
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
     torch.set_float32_matmul_precision(args.matmul_precision)
-    if args.threads > os.cpu_count():
-        refuse("threads", args.threads, f"this machine has {os.cpu_count()} cores")
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed)
+    np.random.seed(args.seed % 2**32)  # NumPy's limit
     torch.manual_seed(args.seed)
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    return device, Path(args.run_dir).absolute() / name.replace("/", "_").replace(":", "_")
+    return device, Path(args.run_dir).expanduser().absolute() / name.replace("/", "_").replace(":", "_")
 
 
 def load_checkpoint(resume, check=False):
     """Load a checkpoint to the CPU, with or without a check of its checksum; `resume` is its file or its folder."""
-    path = Path(resume)
-    if path.is_dir():
-        path = path / "checkpoint.pt"
+    path = Path(resume).expanduser()
+    path = path / "checkpoint.pt" if path.is_dir() else path
     try:
         if check and zipfile.ZipFile(path).testzip() is not None:
             raise ValueError("its checksum is wrong")  # torch.load does not check it
-        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        with suppress(RuntimeError):  # not every file system in user space can map files
+            return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
@@ -359,7 +362,11 @@ def replace_file(path, write):
         with open(temporary, "wb") as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # not every file system in user space can sync
+                    raise
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         raise OSError(f"could not write {path}: is the disk full? ({error})") from error
@@ -415,7 +422,7 @@ class Run:
             import wandb
 
             labels = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-            wandb.init(**labels, dir=folder, config=self.config, sync_tensorboard=True)
+            self.wandb = wandb.init(**labels, dir=folder, config=self.config, sync_tensorboard=True)
         self.writer = SummaryWriter(folder)
         size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
         self.bar = ProgressBar(**size, disable=sys.stderr is None)
@@ -434,18 +441,18 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-        caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
+        signals = [own for own in signal.Signals if own.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")]
+        caught = [own for own in signals if signal.getsignal(own) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {own: signal.signal(own, self.on_signal) for own in caught}
         return self
 
     def on_signal(self, number, frame):
-        """End the loop in `advance`. A second signal interrupts at once, except within a second: wrappers send two."""
+        """End the loop in `advance`. A second Ctrl-C interrupts at once, except within a second: wrappers send two."""
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
             self.signal, self.signal_time = number, time.perf_counter()
-        elif time.perf_counter() > self.signal_time + 1:
+        elif number == signal.SIGINT and time.perf_counter() > self.signal_time + 1:
             raise KeyboardInterrupt
 
     def unfinished(self):
@@ -522,11 +529,13 @@ class Run:
             self.envs.close()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
+        if self.args.track:
+            self.wandb.finish()
 
     def __exit__(self, kind, error, traceback):
-        """Save and close. What fails here does not hide the error that has ended the run."""
+        """Save and close. An error here does not hide the one that ended the run. A signal may break pipes, too."""
         try:
-            if not self.diverged and kind is not KeyboardInterrupt:  # a second Ctrl-C
+            if not self.diverged and (kind is not KeyboardInterrupt or self.signal is None):  # no second Ctrl-C
                 self.save()
         except SystemExit as not_finite:
             if error is None:
@@ -536,7 +545,7 @@ class Run:
             self.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
-        if self.signal is not None and kind in (None, KeyboardInterrupt):
+        if self.signal is not None and isinstance(error, (type(None), KeyboardInterrupt, EOFError, ConnectionError)):
             raise SystemExit(128 + self.signal)
 
 

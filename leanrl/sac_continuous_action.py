@@ -15,6 +15,7 @@ sac_continuous_action_torchcompile.py makes the same updates faster, but acts on
 """
 
 import copy
+import errno
 import io
 import json
 import math
@@ -127,11 +128,11 @@ class Actor(nn.Module):
         return mean, LOG_STD_MIN + (LOG_STD_MAX - LOG_STD_MIN) / 2 * (log_std.tanh() + 1)
 
     def sample(self, mean, log_std, noise):
-        """Actions (batch, act_dim) and their log-probabilities (batch,); `noise` is standard normal."""
-        squashed = (mean + log_std.exp() * noise).tanh()
+        """Actions from -1 to 1 (batch, act_dim), their log-probabilities (batch,); `noise` is standard normal."""
+        actions = (mean + log_std.exp() * noise).tanh()
         gaussian_log_prob = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
-        log_prob = gaussian_log_prob - (self.scale * (1 - squashed.square()) + 1e-6).log()
-        return squashed * self.scale + self.bias, log_prob.sum(-1)
+        log_prob = gaussian_log_prob - (1 - actions.square() + 1e-6).log()
+        return actions, (log_prob * (self.scale > 0)).sum(-1)  # 0 where both bounds are equal
 
 
 class SAC:
@@ -142,7 +143,7 @@ class SAC:
         self.device = device
         self.obs_dim = obs_dim = envs.single_observation_space.shape[0]
         act_dim = envs.single_action_space.shape[0]
-        self.target_entropy = -act_dim
+        self.target_entropy = -np.count_nonzero(envs.single_action_space.low < envs.single_action_space.high)
         with device:
             self.actor = Actor(obs_dim, envs.single_action_space)
             self.critics = nn.ModuleList([Critic(obs_dim, act_dim) for _ in range(NUM_CRITICS)])
@@ -161,7 +162,7 @@ class SAC:
         self.last_losses = {}
 
     def sample_actions(self, obs):
-        """Sampled actions (batch, act_dim) and their log-probabilities (batch,)."""
+        """Sampled actions from -1 to 1 (batch, act_dim) and their log-probabilities (batch,)."""
         mean, log_std = self.actor.gaussian(obs)
         return self.actor.sample(mean, log_std, torch.randn_like(mean))
 
@@ -169,12 +170,13 @@ class SAC:
     def act(self, obs):
         """Sampled actions, NumPy (num_envs, act_dim)."""
         actions, _ = self.sample_actions(torch.as_tensor(obs, dtype=torch.float32, device=self.device))
-        return actions.cpu().numpy().clip(self.low, self.high)
+        return (actions * self.actor.scale + self.actor.bias).cpu().numpy().clip(self.low, self.high)
 
     def update(self):
         """Update the critics, and when it is their turn, the actor and the target networks."""
         batch = self.replay.sample(self.args.batch_size)
         obs, next_obs = batch["obs"], batch["next_obs"]
+        actions = (batch["actions"] - self.actor.bias) / self.actor.scale.clamp(min=1e-30)  # from -1 to 1
 
         # critic loss (eq. 5)
         with torch.no_grad():
@@ -182,7 +184,7 @@ class SAC:
             next_q = torch.stack([critic(next_obs, next_actions) for critic in self.target_critics]).amin(0)
             next_v = next_q - self.log_alpha.exp() * next_log_prob
             target = batch["rewards"] + (1 - batch["terminated"]) * self.args.gamma * next_v
-        q = torch.stack([critic(obs, batch["actions"]) for critic in self.critics])  # (NUM_CRITICS, batch)
+        q = torch.stack([critic(obs, actions) for critic in self.critics])  # (NUM_CRITICS, batch)
         qf_loss = (q - target).square().mean(-1).sum()
         self.optimizers["critics"].zero_grad()
         qf_loss.backward()
@@ -266,6 +268,8 @@ class ReplayBuffer:
         """`shapes` are those of a transition's columns, by name. Batches are moved to `device`."""
         self.size = size
         self.device = device
+        bytes_each = 4 * sum(map(math.prod, shapes.values()))
+        require_memory("buffer_size", size, bytes_each, torch.device("cpu"))
         self.columns = {name: torch.empty(size, *shape) for name, shape in shapes.items()}
         self.stored = 0  # transitions stored so far, including overwritten ones
 
@@ -295,9 +299,24 @@ class ReplayBuffer:
         self.stored = state["stored"]
 
 
+def require_memory(name, value, bytes_each, device):
+    """Refuse an argument if `value` items of `bytes_each` do not fit in the memory of `device`."""
+    if device.type == "cuda":
+        memory, _ = torch.cuda.mem_get_info()
+    elif hasattr(os, "sysconf"):  # not on Windows
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        return
+    room = memory - 2 * 2**30  # leaves 2 GiB for networks, batches and libraries
+    if value * bytes_each > room:
+        refuse(name, value, f"give at most {room // bytes_each}, which takes {room / 1e9:.0f} GB")
+
+
 def train(args):
     """Train an agent."""
     device, folder = prepare(args)
+    if args.resume is None and args.total_timesteps <= args.learning_starts:
+        refuse("total_timesteps", args.total_timesteps, f"give more than --learning-starts, {args.learning_starts}")
     envs = make_envs(args, folder)
     require_bounded_actions(args, envs)
     learner = SAC(args, envs, device)
@@ -333,10 +352,11 @@ def make_envs(args, folder):
     try:
         functions = [partial(make_env, index) for index in range(args.num_envs)]
         envs = SyncVectorEnv(functions, autoreset_mode=AutoresetMode.DISABLED)
-    except (gym.error.Error, ImportError) as error:
+    except (gym.error.Error, ImportError, NotImplementedError) as error:
         refuse("env_id", args.env_id, error)
+    envs._add_info = lambda infos, info, index: infos  # infos are not collected: nothing reads them
     space = envs.single_observation_space
-    if len(space.shape) != 1:
+    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1:
         refuse("env_id", args.env_id, f"observations must be vectors, not {space}")
     return envs
 
@@ -373,36 +393,37 @@ def refuse(name, value, remedy):
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size", "policy_frequency")
 AT_LEAST_1 += ("target_network_frequency",)
-AT_MOST_1 = ("gamma", "tau")
+AT_MOST = {"gamma": 1, "tau": 1, "threads": os.cpu_count()}
 
 
 def prepare(args):
     """Check the arguments, configure and seed the libraries; returns the device and the path of the run's folder."""
+    if "://" in args.run_dir:
+        refuse("run_dir", args.run_dir, "give a local folder, or one where remote storage is mounted")
     for name, value in vars(args).items():
-        low, high = int(name in AT_LEAST_1), 1 if name in AT_MOST_1 else math.inf
+        low, high = int(name in AT_LEAST_1), AT_MOST.get(name, math.inf)
         if isinstance(value, (int, float)) and not low <= value <= high:
             refuse(name, value, f"give a number from {low} to {high}")
     torch.set_float32_matmul_precision(args.matmul_precision)
-    if args.threads > os.cpu_count():
-        refuse("threads", args.threads, f"this machine has {os.cpu_count()} cores")
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed)
+    np.random.seed(args.seed % 2**32)  # NumPy's limit
     torch.manual_seed(args.seed)
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    return device, Path(args.run_dir).absolute() / name.replace("/", "_").replace(":", "_")
+    return device, Path(args.run_dir).expanduser().absolute() / name.replace("/", "_").replace(":", "_")
 
 
 def load_checkpoint(resume, check=False):
     """Load a checkpoint to the CPU, with or without a check of its checksum; `resume` is its file or its folder."""
-    path = Path(resume)
-    if path.is_dir():
-        path = path / "checkpoint.pt"
+    path = Path(resume).expanduser()
+    path = path / "checkpoint.pt" if path.is_dir() else path
     try:
         if check and zipfile.ZipFile(path).testzip() is not None:
             raise ValueError("its checksum is wrong")  # torch.load does not check it
-        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        with suppress(RuntimeError):  # not every file system in user space can map files
+            return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:
         refuse("resume", resume, f"give the folder of a run with an intact checkpoint.pt ({error})")
 
@@ -421,7 +442,11 @@ def replace_file(path, write):
         with open(temporary, "wb") as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # not every file system in user space can sync
+                    raise
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         raise OSError(f"could not write {path}: is the disk full? ({error})") from error
@@ -477,7 +502,7 @@ class Run:
             import wandb
 
             labels = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": folder.name}
-            wandb.init(**labels, dir=folder, config=self.config, sync_tensorboard=True)
+            self.wandb = wandb.init(**labels, dir=folder, config=self.config, sync_tensorboard=True)
         self.writer = SummaryWriter(folder)
         size = {"total": args.total_timesteps, "initial": self.step, "unit": "step", "dynamic_ncols": True}
         self.bar = ProgressBar(**size, disable=sys.stderr is None)
@@ -496,18 +521,18 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        signals = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-        caught = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {number: signal.signal(number, self.on_signal) for number in caught}
+        signals = [own for own in signal.Signals if own.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")]
+        caught = [own for own in signals if signal.getsignal(own) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {own: signal.signal(own, self.on_signal) for own in caught}
         return self
 
     def on_signal(self, number, frame):
-        """End the loop in `advance`. A second signal interrupts at once, except within a second: wrappers send two."""
+        """End the loop in `advance`. A second Ctrl-C interrupts at once, except within a second: wrappers send two."""
         if os.getpid() != self.pid:
             os._exit(128 + number)  # a subprocess of the environment, which inherited this handler
         if self.signal is None:
             self.signal, self.signal_time = number, time.perf_counter()
-        elif time.perf_counter() > self.signal_time + 1:
+        elif number == signal.SIGINT and time.perf_counter() > self.signal_time + 1:
             raise KeyboardInterrupt
 
     def unfinished(self):
@@ -584,11 +609,13 @@ class Run:
             self.envs.close()
         replace_file(self.folder / "summary.json", lambda file: file.write(summary.encode()))
         self.writer.close()
+        if self.args.track:
+            self.wandb.finish()
 
     def __exit__(self, kind, error, traceback):
-        """Save and close. What fails here does not hide the error that has ended the run."""
+        """Save and close. An error here does not hide the one that ended the run. A signal may break pipes, too."""
         try:
-            if not self.diverged and kind is not KeyboardInterrupt:  # a second Ctrl-C
+            if not self.diverged and (kind is not KeyboardInterrupt or self.signal is None):  # no second Ctrl-C
                 self.save()
         except SystemExit as not_finite:
             if error is None:
@@ -598,7 +625,7 @@ class Run:
             self.close()
             for number, handler in self.handlers.items():
                 signal.signal(number, handler)
-        if self.signal is not None and kind in (None, KeyboardInterrupt):
+        if self.signal is not None and isinstance(error, (type(None), KeyboardInterrupt, EOFError, ConnectionError)):
             raise SystemExit(128 + self.signal)
 
 

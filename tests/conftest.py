@@ -160,6 +160,7 @@ ENVIRONMENTS = {
     "BlindTruncates-v0": {"blind": True},
     "BlindTerminates-v0": {"blind": True, "terminates": True},
     "Unequal-v0": {"length": 20, **UNEQUAL},
+    "OneIsFixed-v0": {"low": [-1.0, 0.3, 0.0], "high": [3.0, 0.3, 0.5]},
     "DoublePrecision-v0": {"dtype": np.float64},
     "Decimals-v0": {"low": [-0.1, -2.3], "high": [0.1, 0.2], "dtype": np.float64},
     "Unbounded-v0": {"low": [-np.inf], "high": [np.inf]},
@@ -177,12 +178,25 @@ for entry_point, environments in ((Countdown, ENVIRONMENTS), (DiscreteCountdown,
         gym.register(name, entry_point=entry_point, kwargs=kwargs)
 
 VECTOR = gym.spaces.Box(-1, 1, (3,))
+
+
+class OwnSpace(gym.Space):
+    """A space of which gymnasium knows nothing."""
+
+
+NOT_FLAT = {
+    "Sequence": gym.spaces.Sequence(VECTOR),
+    "Graph": gym.spaces.Graph(VECTOR, None),
+    "OwnSpace": OwnSpace(),
+    "DictOfSequence": gym.spaces.Dict(all=gym.spaces.Sequence(VECTOR)),
+    "DictOfOwnSpace": gym.spaces.Dict(one=OwnSpace()),
+}
 SPACES = {
     "DictObservations": gym.spaces.Dict(position=VECTOR, goal=gym.spaces.Discrete(4)),
     "TupleObservations": gym.spaces.Tuple((VECTOR, gym.spaces.MultiDiscrete([2, 3]))),
     "DiscreteObservations": gym.spaces.Discrete(5),
 }
-for name, space in SPACES.items():
+for name, space in (SPACES | NOT_FLAT).items():
     gym.register(f"Push{name}-v0", entry_point=PushAnything, kwargs={"space": space})
     kwargs = {"space": space, "actions": gym.spaces.Discrete(3)}
     gym.register(f"Pick{name}-v0", entry_point=PushAnything, kwargs=kwargs)

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OWN = {"Args", "train"}  # and the learner
 OWN_TEXTS = {("pqn_torchcompile", "numpy_function"), ("pqn_atari_envpool_torchcompile", "QNetwork")}
-OWN_CONSTANTS = {"AT_LEAST_1", "AT_MOST_1", "FIXED"}
+OWN_CONSTANTS = {"AT_LEAST_1", "AT_MOST", "FIXED"}
 OWN_FLAGS = {"env_id", "total_timesteps", "num_envs", "threads", "resume", "checkpoint_interval", "capture_video"}
 OWN_FLAGS |= {"compile", "cudagraphs", "gamma", "tau", "alpha", "learning_rate", "policy_lr", "q_lr", "max_grad_norm"}
 OWN_FLAGS |= {"buffer_size", "batch_size", "learning_starts", "policy_frequency", "target_network_frequency"}

@@ -215,9 +215,12 @@ def test_the_entropy_bonus_raises_entropy(script, actions):
 
 @each_ppo
 def test_ppo_clips_the_gradient(script, actions):
-    """The norm is logged, and where it is larger than the largest one Adam gets the gradient scaled down to that."""
-    for largest in (1e9, 0.01):
-        learner, rows = make_ppo(script, actions, num_minibatches=1, max_grad_norm=largest)
+    """The norm is logged, and where it is larger than the largest one Adam gets the gradient scaled down to that.
+
+    With --max-grad-norm 0 there is no largest one.
+    """
+    for given, largest in ((1e9, 1e9), (0.01, 0.01), (0.0, 1e9)):
+        learner, rows = make_ppo(script, actions, num_minibatches=1, max_grad_norm=given)
         learn_from(learner, rows, learning_rate=0.0)
         norm = 10 * math.hypot(*(moment.norm().item() for moment in gradients(learner, "agent").values()))
         logged = learner.losses()["grad_norm"]
@@ -250,7 +253,7 @@ PLAIN_BUGS = [  # algorithm, what is wrong, what is replaced by what, who notice
     ("ppo", "another estimate of the divergence", "(ratio - 1 - log_ratio)", "(-log_ratio)", LOSSES),
     ("ppo", "clips below 1 not counted", "(ratio - 1).abs() >", "(ratio - 1) >", LOSSES),
     ("ppo", "explained variance of advantages", 'var() / batch["returns"]', 'var() / batch["advantages"]', LOSSES),
-    ("ppo", "no clip of the gradient", "self.args.max_grad_norm)", "1e9)", CLIPPING),
+    ("ppo", "no clip of the gradient", "self.args.max_grad_norm or", "1e9 or", CLIPPING),
     ("ppo_atari", "errors of values are the smaller ones", *VALUE_CLIP, LOSSES),
     ("ppo_atari", "advantages normalized over other rows", *INVALID_ROWS, LOSSES),
     ("ppo_atari", "entropy is lowered", *BONUS, ENTROPY),

@@ -556,7 +556,7 @@ GO_ON = (' * (1 - rollout["ended"][t])', "", check_targets)
 CUT = 'q_lambda * (1 - rollout["ended"]'
 GO_ON_CUT = (CUT, CUT.replace("ended", "terminated"), check_targets)
 SWAPPED = (".lerp(target, weight)", ".lerp(target, 1 - weight)", check_targets)
-CLIPPED = ("clip_grad_norm_(self.q.parameters(), self.args.max_grad_norm)", "clip_grad_norm_(self.q.parameters(), 1e9)")
+CLIPPED = ("self.args.max_grad_norm or", "1e9 or")
 ALL_ROWS = ('.square(), rows["valid"])', ".square(), torch.ones_like(q))", check_loss)
 EPSILON = ("self.v.sqrt() + self.eps", "(self.v + self.eps).sqrt()", check_radam)
 RECTIFIED = ("(rectification.clamp(min=0) * correction2)", "correction2", check_radam)

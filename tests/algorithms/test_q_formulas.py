@@ -64,7 +64,8 @@ def center_values(learner, batch):
                 network = getattr(learner, name)
                 values = outputs_for(network[i] if "critics" in name else network, obs)
             else:
-                inputs = torch.cat((obs, actions), 1) if "critics" in name else obs
+                own_actions = torch.from_numpy(scaled(actions)).float() if hasattr(learner, "log_alpha") else actions
+                inputs = torch.cat((obs, own_actions), 1) if "critics" in name else obs
                 values = mlp(member, double(inputs))
             bias = list(member.values())[-1]
             bias.data.add_(torch.from_numpy(0.1 - values.mean(0)))
@@ -102,13 +103,18 @@ def q_values(critics, obs, actions):
     return found
 
 
+def scaled(actions):
+    """Actions in units of half the range, from -1 to 1, as SAC's critics take them."""
+    return (double(actions) - MIDDLE) / SCALE
+
+
 def squashed_gaussian(actor, obs, noise, offset=0.0):
-    """Actions and their log-probabilities (arXiv:1812.05905, appendix C), with CleanRL's range of deviations."""
+    """Actions from -1 to 1 and their log-probabilities (arXiv:1812.05905, appendix C), with CleanRL's deviations."""
     mean, raw = np.split(mlp(actor, obs, offset), 2, axis=1)
     log_std = -5 + (2 + 5) / 2 * (np.tanh(raw) + 1)
     squashed = np.tanh(mean + np.exp(log_std) * noise)
-    log_prob = -(noise**2) / 2 - log_std - np.log(2 * np.pi) / 2 - np.log(SCALE * (1 - squashed**2) + 1e-6)
-    return MIDDLE + SCALE * squashed, log_prob.sum(1)
+    log_prob = -(noise**2) / 2 - log_std - np.log(2 * np.pi) / 2 - np.log(1 - squashed**2 + 1e-6)
+    return squashed, log_prob.sum(1)
 
 
 def noise_of_samples(learner):
@@ -150,13 +156,13 @@ def test_sac_computes_the_papers_losses_and_gradients(script):
     noises = noise_of_samples(learner)
     learner.update()
     tensors = networks_of(learner)
-    obs, next_obs, actions, rewards, terminated = map(double, batch.values())
+    obs, next_obs, _, rewards, terminated = map(double, batch.values())
     next_noise, noise, temperature_noise = noises
 
     next_actions, next_log_prob = squashed_gaussian(tensors["actor"], next_obs, next_noise)
     next_value = q_values(tensors["target_critics"], next_obs, next_actions).min(0) - ALPHA * next_log_prob
     target = rewards + GAMMA * (1 - terminated) * next_value
-    q = q_values(tensors["critics"], obs, actions)
+    q = q_values(tensors["critics"], obs, scaled(batch["actions"]))
 
     def actor_loss(offset):
         actions, log_prob = squashed_gaussian(tensors["actor"], obs, noise, offset)
@@ -352,7 +358,7 @@ def test_sacs_actor_and_target_networks_wait(script):
         assert len(noises) - sampled == 1 + 2 * 3 * (update % 3 == 0)
 
 
-TARGET_ENTROPY = ("self.target_entropy = -act_dim", "self.target_entropy = act_dim")
+TARGET_ENTROPY = ("self.target_entropy = -np.count", "self.target_entropy = np.count")
 ALPHA_LOSS = ("(-self.log_alpha.exp() * (log_prob", "(self.log_alpha.exp() * (log_prob")
 DISCRETE_ENTROPY = ("= args.target_entropy_scale * math", "= -args.target_entropy_scale * math")
 BONUS_OF_V = ("next_v = next_q - self.log_alpha", "next_v = next_q + self.log_alpha")
@@ -373,7 +379,20 @@ PLAIN_BUGS = [  # algorithm, what is wrong, what is replaced by what, who notice
     ("sac", "no end of episodes", '(1 - batch["terminated"]) * ', "", check_sac),
     ("sac", "actor by the larger value", "in self.critics]).amin(0)", "in self.critics]).amax(0)", check_sac),
     ("sac", "alpha is part of the actor's gradient alone", "log_prob - q)", "log_prob.detach() - q)", check_sac),
-    ("sac", "no Jacobian of the bounds", "(self.scale * (1 - squashed", "(1 * (1 - squashed", check_sac),
+    (
+        "sac",
+        "density in the environment's units",
+        "- (1 - actions.square()",
+        "- (self.scale * (1 - actions.square())",
+        check_sac,
+    ),
+    (
+        "sac",
+        "critics see the environment's units",
+        'actions = (batch["actions"] - self.actor.bias) / ',
+        'actions = batch["actions"] + 0 * ',
+        check_sac,
+    ),
     ("sac", "sign of the temperature's loss", *ALPHA_LOSS, check_temperature),
     ("sac", "sign of the target entropy", *TARGET_ENTROPY, check_temperature),
     ("sac", "alpha is always tuned", *ALWAYS_TUNED, test_alpha_stays_without_autotune),
@@ -397,6 +416,7 @@ PLAIN_BUGS = [  # algorithm, what is wrong, what is replaced by what, who notice
     ("dqn_atari", "no end of episodes", "(1 - terminated) * ", "", check_dqn),
 ]
 TURBO_BUGS = [
+    ("sac", "critics see the environment's units", "(actions - self.actor.bias) / ", "actions + 0 * ", check_sac),
     ("sac", "entropy is a cost", *BONUS_OF_V, check_sac),
     ("sac", "sign of the temperature's loss", *ALPHA_LOSS, check_temperature),
     ("sac", "sign of the target entropy", *TARGET_ENTROPY, check_temperature),
@@ -408,6 +428,7 @@ TURBO_BUGS = [
 ]
 BUGS = [(scripts[name], *bug) for scripts, bugs in ((PLAIN, PLAIN_BUGS), (TURBO, TURBO_BUGS)) for name, *bug in bugs]
 BUGS += [
+    (POPULATION, "critics see the environment's units", "(actions - self.actor.bias) / ", "actions + 0 * ", check_sac),
     (POPULATION, "entropy is a cost", *BONUS_OF_V, check_sac),
     (POPULATION, "sign of the temperature's loss", "(-alpha * (log_prob", "(alpha * (log_prob", check_temperature),
     (POPULATION, "sign of the target entropy", *TARGET_ENTROPY, check_temperature),

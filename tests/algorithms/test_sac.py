@@ -3,10 +3,12 @@
 from functools import partial
 
 import checks
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import MODES, TURBO, advance, make_learner, networks
+from conftest import MODES, PLAIN, POPULATION, TURBO, advance, assert_same_state, make_learner, networks, stem
+from gymnasium.wrappers import RescaleAction
 
 script = checks.plain_and_turbo("sac")
 
@@ -27,11 +29,49 @@ def test_actions_respect_each_dimensions_bounds(script):
     learner = make_learner(script, env_id="Unequal-v0")
     with torch.no_grad():
         actions, _ = learner.actor.sample(*learner.actor.gaussian(torch.randn(5000, 2)), torch.randn(5000, 3))
-    actions = actions.numpy()
+        actions = (actions * learner.actor.scale + learner.actor.bias).numpy()
     low, high = np.array([-1, -10, 0]), np.array([3, -8, 0.5])
     assert (actions >= low - 1e-5).all() and (actions <= high + 1e-5).all()
     assert np.allclose(actions.mean(0), (low + high) / 2, atol=(high - low) / 10)
     assert (np.ptp(actions, 0) > 0.3 * (high - low)).all()
+
+
+SIZES = {"total_timesteps": 160, "learning_starts": 100, "buffer_size": 1000, "batch_size": 32, "cuda": False}
+
+
+@pytest.mark.parametrize("sac", [PLAIN["sac"], TURBO["sac"], POPULATION], ids=stem)
+def test_runs_in_other_units_of_actions_are_equal(sac, tmp_path):
+    """Number for number, as the units are powers of two. The entropy is that of actions from -1 to 1."""
+    states = []
+    for exponent in (-7, 0, 7):
+        name, bound = f"InUnits{exponent}-v0", np.float32(2.0**exponent)
+        gym.register(name, lambda bound=bound, **kwargs: RescaleAction(gym.make("Pendulum-v1"), -bound, bound))
+        try:
+            sac.train(sac.Args(**SIZES, env_id=name, run_dir=str(tmp_path / name)))
+        finally:
+            del gym.registry[name]
+        path = next((tmp_path / name).rglob("agent_0/checkpoint.pt" if sac is POPULATION else "checkpoint.pt"))
+        state = torch.load(path, weights_only=True)["learner"]
+        assert state["networks"]["actor"].pop("scale") == bound
+        states.append({name: state[name] for name in ("networks", "optimizers", "log_alpha")})
+    for state in states[1:]:
+        assert_same_state(state, states[0])
+
+
+def test_an_action_with_one_value_has_no_entropy(script, tmp_path):
+    """Neither a log-probability nor a place in the target entropy; the actions are still in the bounds."""
+    learner = make_learner(script, env_id="OneIsFixed-v0")
+    assert learner.target_entropy == -2
+    noise = torch.randn(100, 3)
+    with torch.no_grad():
+        mean, log_std = learner.actor.gaussian(torch.randn(100, 2))
+        _, log_prob = learner.actor.sample(mean, log_std, noise)
+        noise[:, 1] += 5
+        _, same = learner.actor.sample(mean, log_std, noise)
+    assert log_prob.isfinite().all() and torch.equal(log_prob, same)
+    script.train(script.Args(**SIZES, env_id="OneIsFixed-v0", run_dir=str(tmp_path)))  # ends with an error at NaN
+    (action,) = checks.actions_for(learner, np.zeros((1, 2)))
+    assert action[1] == np.float32(0.3)
 
 
 @pytest.mark.parametrize("side", [-1, 1])

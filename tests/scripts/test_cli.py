@@ -14,6 +14,7 @@ import torch
 from conftest import (
     ENTRIES,
     MULTI,
+    NOT_FLAT,
     PLAIN,
     TURBO,
     algorithm,
@@ -128,8 +129,10 @@ BAD_INPUTS = [
     {"env_id": "NoSuchEnv-v0"},
     {"env_id": "no_such_module:Env-v0"},
     {"env_id": "Image-v0"},
+    *({"env_id": f"Push{name}-v0"} for name in NOT_FLAT),
     {"total_timesteps": 0},
     {"run_dir": "{tmp}/file/runs"},
+    {"run_dir": "s3://bucket/runs"},
     {"threads": 100_000},
     {"resume": "{tmp}/missing.pt"},
     {"resume": "{tmp}/damaged.pt"},
@@ -140,13 +143,17 @@ BAD_INPUTS = [
 
 
 def own_inputs(entry):
-    """Bad input of one kind of algorithm: environments that it cannot learn, minibatches of unequal sizes."""
+    """Bad input of one kind of algorithm.
+
+    Environments that it cannot learn, minibatches of unequal sizes, a buffer that is too large, no update.
+    """
     env_ids = ["CartPole-v1"] if entry.on_device else ["CartPole-v1", "Unbounded-v0"]
     if entry.tiny["env_id"] == "CartPole-v1":
         env_ids = ["Pendulum-v1", "CountsFromOne-v0"] if entry.short != "ppo_lstm" else ["CountsFromOne-v0"]
     if entry.atari:
         env_ids = ["Pong-v4"]
-    return [{"env_id": env_id} for env_id in env_ids] + [{"num_minibatches": 3}] * (not entry.off_policy)
+    others = [{"buffer_size": 2 * 10**9}, {"total_timesteps": 1}] if entry.off_policy else [{"num_minibatches": 3}]
+    return [{"env_id": env_id} for env_id in env_ids] + others
 
 
 CASES = [
@@ -168,7 +175,40 @@ def test_bad_input_gets_one_clear_line(script, arguments, tmp_path, capsys):
     args = script.Args(**tiny(script) | {"run_dir": str(tmp_path / "runs"), name: value})
     line = refused(capsys, partial(script.train, args))
     assert line.startswith(f"error: --{name.replace('_', '-')} {value}: "), line
-    assert not list(tmp_path.glob("runs/*"))
+    assert not list(tmp_path.glob("runs/*")) and not Path("s3:").exists()
+
+
+OFF_POLICY = [script for scripts in (PLAIN, TURBO) for script in scripts.values() if entry_of(script).off_policy]
+
+
+@pytest.mark.parametrize("script", OFF_POLICY, ids=stem)
+def test_a_run_needs_an_update(script, tmp_path, capsys):
+    """One step fewer is refused; a resumed run may end before the updates start again."""
+    starts = tiny(script).get("learning_starts", 20)  # FastTD3: 10 steps of both environments
+    sizes = tiny(script) | {"total_timesteps": starts, "run_dir": str(tmp_path)}
+    line = refused(capsys, partial(script.train, script.Args(**sizes)))
+    assert line.startswith(f"error: --total-timesteps {starts}: give more than --learning-starts")
+    assert not list(tmp_path.iterdir())
+    folder = run_tiny(script, tmp_path, total_timesteps=starts + 1)
+    assert torch.load(folder / "checkpoint.pt", weights_only=True)["learner"]["updates"] > 0
+    run_tiny(script, tmp_path, total_timesteps=starts + 20, learning_starts=10 * starts, resume=str(folder))
+
+
+def test_a_tilde_is_the_home(either, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    args = {"total_timesteps": 150, "run_dir": "~/runs"}
+    train(either, either.Args(**tiny(either) | args))
+    (folder,) = (tmp_path / "runs").iterdir()
+    train(either, either.Args(**tiny(either) | args | {"total_timesteps": 200, "resume": f"~/runs/{folder.name}"}))
+    assert len(list((tmp_path / "runs").iterdir())) == 2 and not (tmp_path / "~").exists()
+
+
+def test_a_seed_that_numpy_does_not_take(script, tmp_path):
+    """More than 32 bits."""
+    args = script.Args(**tiny(script) | {"seed": 5_000_000_000})
+    script.prepare(args)
+    make_envs(script, args).reset(seed=args.seed)
 
 
 def test_words_that_are_no_arguments(either, tmp_path):

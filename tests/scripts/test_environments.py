@@ -26,6 +26,7 @@ from conftest import (
     assert_same_state,
     countdown,
     entry_of,
+    on_gymnasium,
     on_vectors,
     script_params,
     stem,
@@ -97,6 +98,23 @@ class DoesNotClose(gym.Wrapper):
         raise RuntimeError("no window")
 
 
+class Tells(gym.Wrapper):
+    """The infos of every second environment are of another type."""
+
+    made = 0
+
+    def __init__(self, env):
+        super().__init__(env)
+        Tells.made += 1
+        self.info = {"goal": "none" if Tells.made % 2 else np.ones(2)}
+
+    def reset(self, **kwargs):
+        return self.env.reset(**kwargs)[0], self.info
+
+    def step(self, action):
+        return *self.env.step(action)[:4], self.info
+
+
 class HasAWorker(gym.Wrapper):
     """With a process that is forked at each reset and ends at SIGTERM alone."""
 
@@ -114,7 +132,7 @@ class HasAWorker(gym.Wrapper):
 
 
 WRAPPERS = {"InPlace": InPlace, "Exits": Exits, "ChangesFolder": ChangesFolder, "DoesNotClose": DoesNotClose}
-WRAPPERS |= {"HasAWorker": HasAWorker}
+WRAPPERS |= {"HasAWorker": HasAWorker, "Tells": Tells}
 SHAPES = {"OneNumber": (1,), "NoDimension": (), "OneRow": (1, 2)}
 WRAPPERS |= {name: lambda env, shape=shape: Shaped(env, shape) for name, shape in SHAPES.items()}
 for name, wrapper in WRAPPERS.items():
@@ -139,6 +157,14 @@ OBJECTS = dict.fromkeys(ON_DEVICE, "gymnasium's NumpyToTorch takes no infos that
 def test_arrays_that_change_in_place(script, tmp_path):
     """A run is that of an environment with new arrays, bit for bit: what was stored stays, and infos are not read."""
     assert_same_state(learned(script, tmp_path, "InPlace"), learned(script, tmp_path, "Truncates"))
+
+
+@on_gymnasium
+def test_infos_of_different_types(script, tmp_path):
+    """No script reads infos, so they are not collected."""
+    sizes = {"env_id": countdown(script, "Tells"), "num_envs": 2, "num_minibatches": 1}
+    folder = run_tiny(script, tmp_path, **{name: value for name, value in sizes.items() if hasattr(script.Args, name)})
+    assert summary(folder)["global_step"] >= 200
 
 
 @pytest.mark.parametrize("variant", ["", "Asymmetric", "NextStep", "Disabled", "WithoutFinal"])

@@ -1,5 +1,6 @@
 """Faults in a run: signals, crashes, full disks, closed pipes, NaN. Nothing is lost, and one line gives the cause."""
 
+import errno
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -43,7 +45,8 @@ def checkpoint_step(folder):
 
 SIGNALS = [pytest.param(*one.values, signal.SIGTERM, id=one.id, marks=one.marks) for one in script_params()]
 SIGNALS += [pytest.param(PLAIN["sac"], signal.SIGINT, id="sac-SIGINT")]
-SIGNALS += [pytest.param(TURBO["dqn"], signal.SIGHUP, id="dqn-SIGHUP")]
+OTHERS = {"SIGHUP": TURBO["dqn"], "SIGUSR1": PLAIN["sac"], "SIGXCPU": TURBO["dqn"]}
+SIGNALS += [pytest.param(script, signal.Signals[name], id=f"{stem(script)}-{name}") for name, script in OTHERS.items()]
 
 
 def before_each_step(run, function):
@@ -118,6 +121,83 @@ def test_a_second_signal_after_a_second_interrupts_at_once(either, tmp_path, mon
         train(either, either.Args(**tiny(either), total_timesteps=1000, run_dir=str(tmp_path)), on_log=interrupt)
     (folder,) = tmp_path.iterdir()
     assert ended.value.code == 130 and not (folder / "checkpoint.pt").exists()
+
+
+def test_a_warning_that_schedulers_repeat_does_not_interrupt(either, tmp_path, monkeypatch):
+    """Linux sends SIGXCPU every second from the limit on."""
+    now = fake_clock(either, monkeypatch)
+
+    def warn(learner, losses, step):
+        for _ in range(3):
+            signal.raise_signal(signal.SIGXCPU)
+            now[0] += 2.0
+
+    with pytest.raises(SystemExit) as ended:
+        train(either, either.Args(**tiny(either), total_timesteps=1000, run_dir=str(tmp_path)), on_log=warn)
+    (folder,) = tmp_path.iterdir()
+    assert ended.value.code == 128 + signal.SIGXCPU and checkpoint_step(folder) == summary(folder)["global_step"]
+
+
+def test_ctrl_c_where_the_environment_has_replaced_the_handler(either, tmp_path):
+    """It raises KeyboardInterrupt, of which the run does not know: as an error, it leaves a checkpoint."""
+
+    def interrupt(learner, losses, step):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(either, either.Args(**tiny(either), total_timesteps=1000, run_dir=str(tmp_path)), on_log=interrupt)
+    (folder,) = tmp_path.iterdir()
+    assert checkpoint_step(folder) == summary(folder)["global_step"]
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, ConnectionResetError, EOFError])
+def test_a_pipe_that_breaks_at_ctrl_c(either, error, tmp_path):
+    """In a terminal, Ctrl-C also ends the environments' processes. Without it, a broken pipe is an error."""
+
+    def break_pipe(learner, losses, step, interrupted):
+        if interrupted:
+            signal.raise_signal(signal.SIGINT)
+        raise error("of a worker")
+
+    for interrupted, wanted in ((True, SystemExit), (False, error)):
+        args = either.Args(**tiny(either), total_timesteps=1000, run_dir=str(tmp_path / str(interrupted)))
+        with pytest.raises(wanted) as ended:
+            train(either, args, on_log=partial(break_pipe, interrupted=interrupted))
+        assert not interrupted or ended.value.code == 130
+        (folder,) = (tmp_path / str(interrupted)).iterdir()
+        assert checkpoint_step(folder) == summary(folder)["global_step"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_files_that_cannot_be_synced(either, number, tmp_path, monkeypatch):
+    """Some file systems cannot do it at all, which costs no checkpoint. Any other error may mean that it is lost."""
+
+    def fsync(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if number == errno.EINVAL:
+        assert checkpoint_step(run_tiny(either, tmp_path)) == 200
+    else:
+        with pytest.raises(OSError, match=r"could not write .*Input/output error"):
+            run_tiny(either, tmp_path)
+
+
+UNMAPPABLE = "/sys/kernel/mm/transparent_hugepage/enabled"
+
+
+@pytest.mark.skipif(not Path(UNMAPPABLE).exists(), reason="this system has no such file")
+def test_a_checkpoint_that_cannot_be_mapped_is_read(either, tmp_path, monkeypatch):
+    """The error is that of a real file which the system cannot map to memory."""
+    folder = run_tiny(either, tmp_path)
+    from_file = torch.UntypedStorage.from_file
+    with pytest.raises(RuntimeError, match="No such device"):
+        from_file(UNMAPPABLE, False, 10)
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", lambda *words: from_file(UNMAPPABLE, False, 10))
+    args = either.Args(**tiny(either), total_timesteps=300, run_dir=str(tmp_path), resume=str(folder))
+    train(either, args)
+    assert sorted(checkpoint_step(own) for own in tmp_path.iterdir()) == [200, 300]
 
 
 def test_a_second_signal_within_a_second_leaves_the_checkpoint_alone(either, tmp_path, monkeypatch):

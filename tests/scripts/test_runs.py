@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import wandb
 from conftest import (
     AGENTS,
     ATARI,
     DISCRETE,
     GAMES,
     ON_DEVICE,
+    POPULATION,
     SIMULATORS,
     TURBO,
     VARIANTS,
@@ -275,3 +277,14 @@ def test_track_logs_to_wandb_without_a_network(tmp_path, monkeypatch):
     _, errors = process.communicate()
     assert process.returncode == 0, errors
     assert list(next(tmp_path.iterdir()).glob("wandb/offline-run-*"))
+
+
+@pytest.mark.parametrize("script", [TURBO["dqn"], POPULATION], ids=stem)
+def test_tracked_runs_of_one_process_are_two(script, tmp_path, monkeypatch):
+    """The numbers of the second are not added to the first."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for run_dir in (tmp_path / "1", tmp_path / "2"):
+        script.train(script.Args(**tiny(script) | {"total_timesteps": 250, "track": True, "run_dir": str(run_dir)}))
+        assert wandb.run is None
+        (folder,) = run_dir.iterdir()
+        assert list(folder.glob("wandb/offline-run-*/*.wandb"))

@@ -47,7 +47,7 @@ IGNORED = {
         re.search(r"(    gamma.*\n)(    tau.*\n)", TURBO)[0],
         "".join(re.search(r"(    gamma.*\n)(    tau.*\n)", TURBO).group(2, 1)),
     ),
-    "limits of flags": ('AT_MOST_1 = ("gamma", ', "AT_MOST_1 = ("),
+    "limits of flags": ('AT_MOST = {"gamma": 1, ', "AT_MOST = {"),
     "function that nothing reaches": ("def epsilon(", "def epsilons(): ...\n\n\ndef epsilon("),
     "command line": ("vars(args)}\n        args = tyro.cli(", "vars(args)}\n        args = tyro.extras.cli("),
     "error of the command line": ("give a number from", "give one from"),
