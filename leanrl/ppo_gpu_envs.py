@@ -406,7 +406,8 @@ class DeviceEnvs(gym.vector.VectorWrapper):
             example = next(each for each in obs if each is not None)
             obs = tree_map(lambda *parts: np.stack(parts), *(example if each is None else each for each in obs))
         groups = obs if isinstance(obs, dict) else {"policy": obs}
-        return torch.cat([self.column("observations", groups[name], n) for name, n in self.widths.items()], -1).float()
+        columns = [self.column("observations", groups[name], width) for name, width in self.widths.items()]
+        return torch.cat(columns, -1).float()
 
     def reset(self, seed):
         """Start all episodes; returns observations."""
