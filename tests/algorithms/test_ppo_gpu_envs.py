@@ -199,8 +199,12 @@ SHAPES = {
 def test_other_shapes_are_an_error(words, script=PLAIN):
     """They are not broadcast. The first has its number of worlds from its registration."""
     changes, kwargs = SHAPES[words]
-    with pytest.raises(ValueError, match=re.escape(f"the environment's {words}")):
+    error = ""
+    try:
         steps_of(script, changes, **kwargs)
+    except ValueError as raised:
+        error = str(raised)
+    assert error == f"the environment's {words}"
 
 
 class Counts(gym.Env):
@@ -269,8 +273,8 @@ def test_a_run_in_gymnasiums_own(mode, script, tmp_path):
 @pytest.mark.parametrize("env_id", ["phys2d/Pendulum-v0", "InvertedPendulum-v5"])
 def test_environments_of_numpy_and_jax(env_id, tmp_path):
     """As tensors; the first sets no autoreset mode and resets in the step after an end, the second names that mode."""
-    pytest.importorskip("array_api_compat")
     if "phys2d" in env_id:
+        pytest.importorskip("array_api_compat")
         pytest.importorskip("jax")
     envs = PLAIN.make_device_envs(PLAIN.Args(env_id=env_id, num_envs=2), torch.device("cpu"))
     envs.reset(seed=1)
@@ -735,6 +739,12 @@ check_steps_that_only_reset = test_steps_that_only_reset_change_nothing
 check_learning_rate, check_asymmetric = test_the_learning_rate_follows_the_divergence, test_the_critic_may_see_more
 check_update, check_modes = test_an_update_is_that_of_ppo, test_all_autoreset_modes_give_the_same_transitions
 check_rollout, check_restart = test_a_rollout_holds_what_happened, test_a_restored_learner_continues_bit_by_bit
+check_shapes = partial(test_other_shapes_are_an_error, "rewards have shape (3, 1), not (3,)")
+check_flags = partial(test_numbers_of_any_type, "flags are int64", "NEXT_STEP")
+check_graphs = partial(test_numbers_of_any_type, "with a graph", "SAME_STEP")
+check_gyms = partial(test_gymnasiums_own_vector_environments, "", AutoresetMode.DISABLED)
+check_memory = test_what_a_step_returned_outlives_the_reset
+MASK = 'options={"reset_mask": ended.cpu().numpy() if self.in_numpy else ended}'
 NEXT_EPISODES = ("torch.where(ended[:, None], final_obs, obs)", "obs")
 NOT_MASKED = ("masked_mean(gains, valid)", "gains.mean()")
 CLIPPED = ("obs=obs, actions=actions,", "obs=obs, actions=actions.clamp(self.agent.low, self.agent.high),")
@@ -745,7 +755,19 @@ SAME_NUMBERS = ('        torch.set_rng_state(state["rng"])\n', "")
 BUGS = [
     (PLAIN, "the last observation is the next episode's", *NEXT_EPISODES, check_modes),
     (PLAIN, "steps that only reset are transitions", "self.valid = ~ended", "self.valid = valid", check_modes),
-    (PLAIN, "all worlds are reset", 'reset(options={"reset_mask": ended})', "reset()", check_modes),
+    (PLAIN, "all worlds are reset", f"reset({MASK})", "reset()", check_modes),
+    (PLAIN, "gymnasium's own reset although no episode ended", "not self.in_numpy or ended.any()", "True", check_gyms),
+    (PLAIN, "gymnasium's own get a tensor as mask", MASK, 'options={"reset_mask": ended}', check_gyms),
+    (PLAIN, "integers as flags", '"terminated", terminated).bool()', '"terminated", terminated)', check_flags),
+    (PLAIN, "rewards with a graph", "device=self.device).detach()", "device=self.device)", check_graphs),
+    (PLAIN, "other shapes are broadcast", "values.shape != self.shape + width", "False", check_shapes),
+    (
+        PLAIN,
+        "rewards that the reset clears",
+        "rewards.clone(), terminated.clone()",
+        "rewards, terminated",
+        check_memory,
+    ),
     (PLAIN, "terminal states have a value", ' * (1 - rollout["terminated"])', "", check_update),
     (PLAIN, "steps that only reset are learned", *NOT_MASKED, check_steps_that_only_reset),
     (PLAIN, "the critic sees the policy's columns", "-self.critic_dim :", ": self.critic_dim", check_asymmetric),
@@ -767,7 +789,8 @@ BUGS = [
     (TURBO, "one row of the rollout", "(self.t + 1) % self.args.num_steps", "self.t", check_turbo),
     (TURBO, "the rate goes away from its aim", "1.5**direction", "1.5**-direction", check_learning_rate),
 ]
-test_a_planted_bug_is_noticed = pytest.mark.thorough(noticing(BUGS))
+ERRORS = (AssertionError, TypeError, ValueError)
+test_a_planted_bug_is_noticed = pytest.mark.thorough(noticing(BUGS, ERRORS))
 WAIT = (
     "        self.learn()\n\n    @torch.no_grad()",
     "        self.learn()\n        self.losses()\n\n    @torch.no_grad()",
