@@ -44,7 +44,7 @@ from gymnasium.vector import AutoresetMode
 from torch import nn
 from torch.distributions import Normal
 from torch.utils import collect_env
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -381,28 +381,40 @@ def require_minibatches(args):
 
 
 class DeviceEnvs(gym.vector.VectorWrapper):
-    """Environments that take and return tensors on one device. Hides their autoreset mode.
+    """Environments of tensors on one device, or of NumPy arrays. Hides their autoreset mode.
 
     A row of observations holds the policy's, followed by the critic's if it has its own.
     """
 
-    def __init__(self, envs, names):
+    def __init__(self, envs, spaces, num_envs, device, in_numpy):
         super().__init__(envs)
-        self.names = names  # of the observations, None if they are no dictionary
-        self.mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)  # gymnasium's default
-        space = envs.single_observation_space
-        dims = [space[name].shape[0] for name in names] if names else space.shape
+        self.widths = {name: space.shape[0] for name, space in spaces.items()}  # of "policy", perhaps of "critic"
+        self.shape, self.device, self.in_numpy = (num_envs,), device, in_numpy
+        self.mode = AutoresetMode(envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))  # gymnasium's default
+        dims = list(self.widths.values())
         self.actor_dim, self.critic_dim, self.width = dims[0], dims[-1], sum(dims)
+
+    def column(self, name, values, *width):
+        """What the environment returned, as a tensor (num_envs, *width) without a graph."""
+        values = torch.as_tensor(values, device=self.device).detach()
+        if values.shape != self.shape + width:
+            raise ValueError(f"the environment's {name} have shape {tuple(values.shape)}, not {self.shape + width}")
+        return values
 
     def rows(self, obs):
         """Observations as a tensor (num_envs, width), copied: an environment may reuse its memory."""
-        return torch.cat([obs[name] for name in self.names] if self.names else [obs], -1).float()
+        if isinstance(obs, np.ndarray) and obs.dtype == object:  # gymnasium's `final_obs`, None where no episode ended
+            example = next(each for each in obs if each is not None)
+            obs = tree_map(lambda *parts: np.stack(parts), *(example if each is None else each for each in obs))
+        groups = obs if isinstance(obs, dict) else {"policy": obs}
+        columns = [self.column("observations", groups[name], width) for name, width in self.widths.items()]
+        return torch.cat(columns, -1).float()
 
     def reset(self, seed):
         """Start all episodes; returns observations."""
         obs, _ = self.env.reset(seed=seed)
         self.obs = self.rows(obs)
-        self.valid = torch.ones(self.num_envs, dtype=torch.bool, device=self.obs.device)
+        self.valid = torch.ones(self.shape, dtype=torch.bool, device=self.device)
         return self.obs
 
     def step(self, actions):
@@ -411,9 +423,12 @@ class DeviceEnvs(gym.vector.VectorWrapper):
         Where an episode ends, next_obs is its last observation, and obs the first of the next episode. The value of
         next_obs is bootstrapped at a truncation. Where `valid` is false, there is no transition.
         """
+        actions = actions.cpu().numpy() if self.in_numpy else actions
         obs, rewards, terminated, truncated, infos = self.env.step(actions)
         next_obs = obs = self.rows(obs)
-        ended = terminated | truncated
+        rewards = self.column("rewards", rewards).float()
+        terminated = self.column("terminated", terminated).bool()
+        ended = terminated | self.column("truncated", truncated).bool()
         valid = self.valid
         if self.mode == AutoresetMode.SAME_STEP:
             # without `final_obs`, the observation before the step is the last one known
@@ -421,36 +436,35 @@ class DeviceEnvs(gym.vector.VectorWrapper):
             next_obs = torch.where(ended[:, None], final_obs, obs)
         elif self.mode == AutoresetMode.NEXT_STEP:
             self.valid = ~ended  # the next step only resets
-        else:
-            obs, _ = self.env.reset(options={"reset_mask": ended})
+        elif not self.in_numpy or ended.any():  # gymnasium's own environments refuse to reset none
+            rewards, terminated = rewards.clone(), terminated.clone()  # a reset may reuse their memory
+            obs, _ = self.env.reset(options={"reset_mask": ended.cpu().numpy() if self.in_numpy else ended})
             obs = self.rows(obs)
         self.obs = obs
-        return obs, next_obs, rewards.float(), terminated, ended, valid
+        return obs, next_obs, rewards, terminated, ended, valid
 
 
 def make_device_envs(args, device):
-    """Make `num_envs` environments. Those of NumPy and JAX arrays are converted."""
+    """Make `num_envs` environments of tensors, NumPy arrays or JAX arrays."""
     try:
         envs = gym.make_vec(args.env_id, num_envs=args.num_envs)
         obs, _ = envs.reset(seed=args.seed)
-        example = tree_leaves(obs)[0]
-        if isinstance(example, np.ndarray):
-            envs = gym.wrappers.vector.NumpyToTorch(envs, device)
-        elif not torch.is_tensor(example):
+        example = obs.get("policy") if isinstance(obs, dict) else obs
+        if type(example).__module__.startswith("jax"):
             envs = gym.wrappers.vector.JaxToTorch(envs, device)
-        elif example.device.type != device.type:
+        elif torch.is_tensor(example) and example.device.type != device.type:
             refuse("cuda", args.cuda, f"{args.env_id} is on {example.device}, the learner would be on {device}")
     except (gym.error.Error, ImportError) as error:
         refuse("env_id", args.env_id, error)
     space = envs.single_observation_space
-    names = [name for name in ("policy", "critic") if name in obs] if isinstance(obs, dict) else None
-    spaces = [space[name] for name in names] if names else [space]
-    if not all(isinstance(space, gym.spaces.Box) and len(space.shape) == 1 for space in spaces) or names == ["critic"]:
+    groups = space.spaces if isinstance(space, gym.spaces.Dict) else {"policy": space}
+    spaces = {name: groups[name] for name in ("policy", "critic") if name in groups}
+    if "policy" not in spaces or not all(isinstance(s, gym.spaces.Box) and len(s.shape) == 1 for s in spaces.values()):
         refuse("env_id", args.env_id, f"observations must be vectors or a dictionary with policy, not {space}")
     actions = envs.single_action_space
     if not isinstance(actions, gym.spaces.Box) or actions.dtype.kind != "f" or len(actions.shape) != 1:
         refuse("env_id", args.env_id, f"actions must be vectors of floats, not {actions}")
-    return DeviceEnvs(envs, names)
+    return DeviceEnvs(envs, spaces, args.num_envs, device, in_numpy=isinstance(example, np.ndarray))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,15 @@ from unittest.mock import patch
 
 import checks
 import conftest
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from conftest import load_copy, make_envs, make_learner, one_graph_each, saved, scalars, stem
 from emulated_cuda import emulated_cuda
 from formulas import noticing
+from gymnasium.envs.classic_control import PendulumEnv
+from gymnasium.vector import AutoresetMode
 from test_cli import refused
 from test_edits import HUNK, apply_hunk
 from test_training_on_cuda import check_training, no_export
@@ -340,6 +343,20 @@ REFUSED = [({"num_atoms": 1}, "at least 2"), ({"v_max": 0.0}, "largest return"),
 def test_bad_input_gets_one_clear_line(wrong, words, capsys, tmp_path):
     args = PLAIN.Args(**conftest.tiny(PLAIN) | wrong, run_dir=str(tmp_path / "runs"))
     assert words in refused(capsys, partial(PLAIN.train, args)) and not list(tmp_path.glob("runs/*"))
+
+
+@each_script
+@pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.SAME_STEP])
+def test_a_run_in_gymnasiums_own_vector_environment(mode, script, tmp_path):
+    """Of NumPy arrays: only worlds whose episode has ended may be reset, and only these have a `final_obs`."""
+    settings = {"vector_kwargs": {"autoreset_mode": mode}}
+    gym.register("Own-v0", entry_point=PendulumEnv, max_episode_steps=15, kwargs=settings)
+    sizes = conftest.tiny(PLAIN) | {"env_id": "Own-v0", "total_timesteps": 200, "run_dir": str(tmp_path)}
+    runs = []
+    with no_export():
+        conftest.train(script, script.Args(**sizes), on_start=runs.append)
+    columns = runs[0].learner.replay.columns
+    assert columns["ended"][:50].sum() == 4 * (50 // 15) and columns["next_obs"][:50].isfinite().all()
 
 
 # plain and turbo

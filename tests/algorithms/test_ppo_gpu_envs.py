@@ -9,6 +9,7 @@ from pathlib import Path
 
 import checks
 import conftest
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,8 @@ from conftest import (
 )
 from emulated_cuda import emulated_cuda
 from formulas import double, noticing
+from gymnasium.spaces import Box, Dict, Graph, Sequence
+from gymnasium.vector import AutoresetMode
 from scipy.stats import kstest, norm
 from test_cli import refused
 from test_edits import apply_hunk
@@ -33,6 +36,7 @@ from test_training_on_cuda import check_training, no_export
 
 from instruments import __main__ as command
 from leanrl import ppo_continuous_action
+from tests.torch_pendulum import TorchPendulum
 
 PLAIN, TURBO = conftest.PLAIN["ppo_gpu"], conftest.TURBO["ppo_gpu"]
 PAGE = Path(__file__).parents[2] / "doc" / "ppo_gpu_envs.md"
@@ -81,12 +85,196 @@ def test_all_autoreset_modes_give_the_same_transitions(script=PLAIN):
         assert torch.equal(got[:, 6:], world[:, 6:])
 
 
+class Changed(TorchPendulum):
+    """Short episodes. `changes` are functions of what the worlds return, by name. A reset clears the last step's."""
+
+    def __init__(self, changes, metadata=None, **kwargs):
+        super().__init__(**{"length": 7, "max_speed": 3.0} | kwargs)
+        self.changes, self.returned = changes, []
+        self.metadata |= metadata or {}
+
+    def changed(self, name, value):
+        return self.changes.get(name, lambda same: same)(value)
+
+    def reset(self, **kwargs):
+        obs, infos = super().reset(**kwargs)
+        for column in self.returned:
+            column[:] = 0
+        return self.changed("obs", obs), infos
+
+    def step(self, actions):
+        obs, *columns, infos = super().step(actions)
+        named = zip(("rewards", "terminated", "truncated"), columns, strict=True)
+        self.returned = [self.changed(name, column) for name, column in named]
+        infos = {name: self.changed(name, value) for name, value in infos.items()}
+        return self.changed("obs", obs), *self.returned, infos
+
+
+def steps_of(script, changes, **kwargs):
+    """The columns that 30 steps of three worlds return after `changes`, step after step."""
+    gym.register("Changed-v0", vector_entry_point=Changed, kwargs={"changes": changes} | kwargs)
+    try:
+        envs = script.make_device_envs(script.Args(env_id="Changed-v0", num_envs=3), torch.device("cpu"))
+    finally:
+        gym.registry.pop("Changed-v0")
+    envs.reset(1)
+    return [column.clone() for t in range(30) for column in envs.step(torch.full((3, 1), t % 5 - 2.0))]
+
+
+def flags(change):
+    return {"terminated": change, "truncated": change}
+
+
+def whole(numbers):
+    return (10 * numbers).int()
+
+
+def with_graph(numbers):
+    return numbers * torch.ones((), requires_grad=True)
+
+
+KINDS = {
+    "flags are int64": (flags(torch.Tensor.long), {}),
+    "flags are uint8": (flags(torch.Tensor.byte), {}),
+    "flags are floats": (flags(torch.Tensor.float), {}),
+    "one flag is int64": ({"terminated": torch.Tensor.long}, {}),
+    "float64": (dict.fromkeys(("obs", "rewards", "final_obs"), torch.Tensor.double), {}),
+    "rewards are int32": ({"rewards": whole}, {"rewards": lambda x: whole(x).float()}),
+    "observations are int32": ({"obs": whole}, {"obs": lambda x: whole(x).float()}),
+    "with a graph": (dict.fromkeys(("obs", "rewards", "final_obs"), with_graph), {}),
+    "flags with a graph": (flags(lambda x: with_graph(x.float())), {}),
+    "NumPy": (dict.fromkeys(("rewards", "terminated", "truncated"), torch.Tensor.numpy), {}),
+}
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_any_type(kind, mode, script=PLAIN):
+    """They are float32 and bool, and without a graph, which would grow with the rollout."""
+    changes, same_as = KINDS[kind]
+    got, wanted = (steps_of(script, each, mode=mode) for each in (changes, same_as))
+    for column, same in zip(got, wanted, strict=True):
+        torch.testing.assert_close(column, same, rtol=0, atol=0)
+        assert column.dtype in (torch.float32, torch.bool) and not column.requires_grad
+    assert torch.stack(got[4::6]).sum() > 3  # episodes that end
+
+
+def test_what_a_step_returned_outlives_the_reset(script=PLAIN):
+    """Where the script resets the worlds, rewards and ends are not those that the reset leaves in their memory."""
+    got, wanted = (steps_of(script, {}, mode=mode) for mode in ("DISABLED", "SAME_STEP"))
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_the_autoreset_mode_may_be_its_value(script=PLAIN):
+    """`SameStep`, as gymnasium writes it; other words are an error."""
+    got, wanted = (steps_of(script, {}, metadata=metadata) for metadata in ({"autoreset_mode": "SameStep"}, {}))
+    assert all(map(torch.equal, got, wanted))
+    with pytest.raises(ValueError, match="not a valid AutoresetMode"):
+        steps_of(script, {}, metadata={"autoreset_mode": "same step"})
+
+
+def critic_is_one_number(obs):
+    return obs | {"critic": obs["critic"][:, 0]}
+
+
+def exchanged(obs):
+    return {"policy": obs["critic"], "critic": obs["policy"]}
+
+
+SHAPES = {
+    "observations have shape (5, 3), not (3, 3)": ({}, {"num_envs": 5}),
+    "observations have shape (4, 3), not (3, 3)": ({"obs": lambda obs: obs[[0, 1, 2, 0]]}, {}),
+    "observations have shape (3, 2), not (3, 3)": ({"obs": lambda obs: obs[:, :2]}, {}),
+    "observations have shape (3,), not (3, 4)": ({"obs": critic_is_one_number}, {"asymmetric": True}),
+    "observations have shape (3, 4), not (3, 3)": ({"obs": exchanged}, {"asymmetric": True}),
+    "observations have shape (1, 3), not (3, 3)": ({"final_obs": lambda obs: obs[:1]}, {}),
+    "rewards have shape (3, 1), not (3,)": ({"rewards": lambda rewards: rewards[:, None]}, {}),
+    "rewards have shape (), not (3,)": ({"rewards": torch.mean}, {}),
+    "terminated have shape (3, 1), not (3,)": ({"terminated": lambda ended: ended[:, None]}, {}),
+    "truncated have shape (1,), not (3,)": ({"truncated": lambda ended: ended[:1]}, {}),
+}
+
+
+@pytest.mark.parametrize("words", SHAPES)
+def test_other_shapes_are_an_error(words, script=PLAIN):
+    """They are not broadcast. The first has its number of worlds from its registration."""
+    changes, kwargs = SHAPES[words]
+    error = ""
+    try:
+        steps_of(script, changes, **kwargs)
+    except ValueError as raised:
+        error = str(raised)
+    assert error == f"the environment's {words}"
+
+
+class Counts(gym.Env):
+    """Shows the steps since reset; episodes end after two or three, by the seed. Infos hold strings."""
+
+    def __init__(self, asymmetric=False):
+        self.observation_space, self.asymmetric = Box(-9, 9, (1,)), asymmetric
+        if asymmetric:
+            self.observation_space = Dict(policy=Box(-9, 9, (1,)), critic=Box(-9, 9, (2,)))
+        self.action_space = Box(-1, 1, (1,))
+
+    def observation(self):
+        steps = np.float32([self.steps])
+        return {"policy": steps, "critic": np.float32([5, self.steps])} if self.asymmetric else steps
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps, self.length = 0, self.length if seed is None else 2 + seed % 2
+        return self.observation(), {"task": "count"}
+
+    def step(self, action):
+        self.steps += 1
+        ended = self.steps == self.length
+        terminated = ended and self.length == 3
+        return self.observation(), float(action[0]), terminated, ended and not terminated, {"task": "count"}
+
+
+for name, kwargs in (("", {}), ("Asymmetric", {"asymmetric": True})):
+    for mode in AutoresetMode:
+        settings = kwargs | {"vector_kwargs": {"autoreset_mode": mode}}
+        gym.register(f"Counts{name}{mode.value}-v0", entry_point=Counts, kwargs=settings)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("name", ["", "Asymmetric"])
+def test_gymnasiums_own_vector_environments(name, mode, script=PLAIN):
+    """In all autoreset modes, where no episode ends, one, or both: these have three steps and two."""
+    env_id = f"Counts{name}{mode.value}-v0"
+    envs = script.make_device_envs(script.Args(env_id=env_id, num_envs=2), torch.device("cpu"))
+    obs, worlds = envs.reset(1), [[], []]
+    for step in range(12):
+        next_obs_to_act_on, *columns, valid = envs.step(torch.full((2, 1), step / 16))
+        for i, world in enumerate(worlds):
+            world += [(step / 16, obs[i].tolist(), *(column[i].tolist() for column in columns))] if valid[i] else []
+        obs = next_obs_to_act_on
+    for world, length in zip(worlds, (3, 2), strict=True):
+        resets = mode == AutoresetMode.NEXT_STEP
+        assert len(world) == (12 * length // (length + resets))
+        for t, (action, obs, next_obs, reward, terminated, ended) in enumerate(world):
+            shown = [[n, 5.0, n] if name else [n] for n in (t % length, t % length + 1)]
+            assert (obs, next_obs, reward) == (*shown, action)
+            assert ended == (next_obs[0] == length) and terminated == (ended and length == 3)
+
+
+@each_script
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_run_in_gymnasiums_own(mode, script, tmp_path):
+    sizes = conftest.tiny(PLAIN) | {"env_id": f"Counts{mode.value}-v0", "run_dir": str(tmp_path)}
+    runs = []
+    with no_export():
+        conftest.train(script, script.Args(**sizes, total_timesteps=200), on_start=runs.append)
+    assert runs[0].episodes > 40
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("env_id", ["phys2d/Pendulum-v0", "InvertedPendulum-v5"])
 def test_environments_of_numpy_and_jax(env_id, tmp_path):
     """As tensors; the first sets no autoreset mode and resets in the step after an end, the second names that mode."""
-    pytest.importorskip("array_api_compat")
     if "phys2d" in env_id:
+        pytest.importorskip("array_api_compat")
         pytest.importorskip("jax")
     envs = PLAIN.make_device_envs(PLAIN.Args(env_id=env_id, num_envs=2), torch.device("cpu"))
     envs.reset(seed=1)
@@ -100,9 +288,25 @@ def test_environments_of_numpy_and_jax(env_id, tmp_path):
     assert ended.any() and valid[0].all() and torch.equal(valid[1:], ~ended[:-1])
 
 
+class Words(gym.Space):
+    """A space of one's own."""
+
+    def sample(self, mask=None, probability=None):
+        return "up"
+
+
+BOX = Box(-1, 1, (3,))
+OTHER_SPACES = {"Sequence": Sequence(BOX), "Graph": Graph(BOX, None), "Words": Words()}
+OTHER_SPACES |= {f"Policy{name}": Dict(policy=space) for name, space in OTHER_SPACES.items()}
+OTHER_SPACES |= {"CriticSequence": Dict(critic=OTHER_SPACES["Sequence"], policy=BOX), "Critic": Dict(critic=BOX)}
+for name, space in OTHER_SPACES.items():
+    gym.register(
+        f"Other{name}-v0", entry_point=conftest.PushAnything, kwargs={"space": space}, disable_env_checker=True
+    )
 REFUSED = [
     ({"env_id": "CartPole-v1"}, "actions must be"),
     ({"env_id": "Image-v0"}, "observations must be"),
+    *(({"env_id": f"Other{name}-v0"}, "observations must be") for name in OTHER_SPACES),
     ({"env_id": "NoSuchEnv-v0"}, "NoSuchEnv"),
     ({"num_minibatches": 7}, "divisor"),
 ]
@@ -535,6 +739,12 @@ check_steps_that_only_reset = test_steps_that_only_reset_change_nothing
 check_learning_rate, check_asymmetric = test_the_learning_rate_follows_the_divergence, test_the_critic_may_see_more
 check_update, check_modes = test_an_update_is_that_of_ppo, test_all_autoreset_modes_give_the_same_transitions
 check_rollout, check_restart = test_a_rollout_holds_what_happened, test_a_restored_learner_continues_bit_by_bit
+check_shapes = partial(test_other_shapes_are_an_error, "rewards have shape (3, 1), not (3,)")
+check_flags = partial(test_numbers_of_any_type, "flags are int64", "NEXT_STEP")
+check_graphs = partial(test_numbers_of_any_type, "with a graph", "SAME_STEP")
+check_gyms = partial(test_gymnasiums_own_vector_environments, "", AutoresetMode.DISABLED)
+check_memory = test_what_a_step_returned_outlives_the_reset
+MASK = 'options={"reset_mask": ended.cpu().numpy() if self.in_numpy else ended}'
 NEXT_EPISODES = ("torch.where(ended[:, None], final_obs, obs)", "obs")
 NOT_MASKED = ("masked_mean(gains, valid)", "gains.mean()")
 CLIPPED = ("obs=obs, actions=actions,", "obs=obs, actions=actions.clamp(self.agent.low, self.agent.high),")
@@ -545,7 +755,19 @@ SAME_NUMBERS = ('        torch.set_rng_state(state["rng"])\n', "")
 BUGS = [
     (PLAIN, "the last observation is the next episode's", *NEXT_EPISODES, check_modes),
     (PLAIN, "steps that only reset are transitions", "self.valid = ~ended", "self.valid = valid", check_modes),
-    (PLAIN, "all worlds are reset", 'reset(options={"reset_mask": ended})', "reset()", check_modes),
+    (PLAIN, "all worlds are reset", f"reset({MASK})", "reset()", check_modes),
+    (PLAIN, "gymnasium's own reset although no episode ended", "not self.in_numpy or ended.any()", "True", check_gyms),
+    (PLAIN, "gymnasium's own get a tensor as mask", MASK, 'options={"reset_mask": ended}', check_gyms),
+    (PLAIN, "integers as flags", '"terminated", terminated).bool()', '"terminated", terminated)', check_flags),
+    (PLAIN, "rewards with a graph", "device=self.device).detach()", "device=self.device)", check_graphs),
+    (PLAIN, "other shapes are broadcast", "values.shape != self.shape + width", "False", check_shapes),
+    (
+        PLAIN,
+        "rewards that the reset clears",
+        "rewards.clone(), terminated.clone()",
+        "rewards, terminated",
+        check_memory,
+    ),
     (PLAIN, "terminal states have a value", ' * (1 - rollout["terminated"])', "", check_update),
     (PLAIN, "steps that only reset are learned", *NOT_MASKED, check_steps_that_only_reset),
     (PLAIN, "the critic sees the policy's columns", "-self.critic_dim :", ": self.critic_dim", check_asymmetric),
@@ -567,7 +789,8 @@ BUGS = [
     (TURBO, "one row of the rollout", "(self.t + 1) % self.args.num_steps", "self.t", check_turbo),
     (TURBO, "the rate goes away from its aim", "1.5**direction", "1.5**-direction", check_learning_rate),
 ]
-test_a_planted_bug_is_noticed = pytest.mark.thorough(noticing(BUGS))
+ERRORS = (AssertionError, TypeError, ValueError)
+test_a_planted_bug_is_noticed = pytest.mark.thorough(noticing(BUGS, ERRORS))
 WAIT = (
     "        self.learn()\n\n    @torch.no_grad()",
     "        self.learn()\n        self.losses()\n\n    @torch.no_grad()",

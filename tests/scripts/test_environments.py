@@ -150,10 +150,7 @@ def learned(script, folder, name):
     return torch.load(path, weights_only=True)["learner"]
 
 
-OBJECTS = dict.fromkeys(ON_DEVICE, "gymnasium's NumpyToTorch takes no infos that are objects")
-
-
-@pytest.mark.parametrize("script", script_params(left_out=AGENTS | GAMES | OBJECTS))
+@on_vectors
 def test_arrays_that_change_in_place(script, tmp_path):
     """A run is that of an environment with new arrays, bit for bit: what was stored stays, and infos are not read."""
     assert_same_state(learned(script, tmp_path, "InPlace"), learned(script, tmp_path, "Truncates"))
@@ -186,9 +183,9 @@ def test_tensors_that_change_in_place(script, variant, tmp_path):
 @pytest.mark.parametrize("scripts", [PLAIN, TURBO], ids=["plain", "turbo"])
 def test_observations_that_are_not_copied_are_noticed(scripts, name, variant, tmp_path):
     (tmp_path / "runs").mkdir()
-    old = "[obs], -1).float()"
+    old = "torch.cat(columns, -1).float()"
     check = partial(test_tensors_that_change_in_place, variant=variant, tmp_path=tmp_path / "runs")
-    assert_noticed(scripts[name], old, f"{old} if self.names else obs.float()", check, tmp_path)
+    assert_noticed(scripts[name], old, f"{old} if columns[1:] else columns[0].float()", check, tmp_path)
 
 
 class InPlacePool(StackingPool):
