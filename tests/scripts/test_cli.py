@@ -182,16 +182,17 @@ OFF_POLICY = [script for scripts in (PLAIN, TURBO) for script in scripts.values(
 
 
 @pytest.mark.parametrize("script", OFF_POLICY, ids=stem)
-def test_a_run_needs_an_update(script, tmp_path, capsys):
-    """One step fewer is refused; a resumed run may end before the updates start again."""
-    starts = tiny(script).get("learning_starts", 20)  # FastTD3: 10 steps of both environments
+def test_a_run_that_ends_before_learning_starts_is_refused(script, tmp_path, capsys):
+    """A resumed run may end before the updates start again."""
+    args = script.Args(**tiny(script))
+    starts = args.learning_starts * (args.num_envs if entry_of(script).on_device else 1)
     sizes = tiny(script) | {"total_timesteps": starts, "run_dir": str(tmp_path)}
     line = refused(capsys, partial(script.train, script.Args(**sizes)))
     assert line.startswith(f"error: --total-timesteps {starts}: give more than --learning-starts")
     assert not list(tmp_path.iterdir())
-    folder = run_tiny(script, tmp_path, total_timesteps=starts + 1)
+    folder = run_tiny(script, tmp_path, total_timesteps=starts + 20)  # DQN trains every tenth step
     assert torch.load(folder / "checkpoint.pt", weights_only=True)["learner"]["updates"] > 0
-    run_tiny(script, tmp_path, total_timesteps=starts + 20, learning_starts=10 * starts, resume=str(folder))
+    run_tiny(script, tmp_path, total_timesteps=starts + 40, learning_starts=10 * starts, resume=str(folder))
 
 
 def test_a_tilde_is_the_home(either, tmp_path, monkeypatch):

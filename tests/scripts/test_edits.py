@@ -315,7 +315,7 @@ def test_n_step_returns_are_those_of_the_definition(tmp_path):
 
 @pytest.mark.parametrize("kind", ["plain", "turbo"])
 def test_the_entropy_of_sac_starts_near_that_of_uniform_actions(kind, tmp_path):
-    uniform = np.log(4)  # from -2 to 2
+    uniform = np.log(2)  # from -1 to 1
     sac = make(edited("maximum entropy at the start", kind, tmp_path), "maximum entropy at the start")
     _, log_prob = sac.actor.sample(*sac.actor.gaussian(torch.randn(100_000, 3)), torch.randn(100_000, 1))
     assert -log_prob.mean().item() == pytest.approx(uniform - 0.01, abs=0.005)

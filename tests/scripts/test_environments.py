@@ -234,7 +234,7 @@ gym.register("WholeNumbers-v0", entry_point=Countdown, kwargs={"low": [-2], "hig
 def test_actions_that_are_refused(script, name, tmp_path, capsys):
     no_bounds_needed = name == "LargestNumbers-v0" and entry_of(script).on_device
     if not no_bounds_needed:
-        args = script.Args(**tiny(script) | {"env_id": name, "total_timesteps": 100}, run_dir=str(tmp_path))
+        args = script.Args(**tiny(script) | {"env_id": name, "total_timesteps": 200}, run_dir=str(tmp_path))
         assert refused(capsys, lambda: script.train(args)).startswith(f"error: --env-id {name}: actions must be ")
 
 

@@ -218,6 +218,30 @@ def test_a_second_signal_within_a_second_leaves_the_checkpoint_alone(either, tmp
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_the_slurm_recipe_of_a_run_is_queued_again_and_goes_on(tmp_path):
+    """With another script, and `srun` and `scontrol` that only say what they were asked for."""
+    text = (ROOT / "doc" / "examples" / "slurm" / "run.sbatch").read_text()
+    words = flags(**tiny(PLAIN["dqn"]), total_timesteps=10**6)
+    command = f"{sys.executable} leanrl/dqn.py {' '.join(words)}"
+    given = "python leanrl/sac_continuous_action_torchcompile.py --compile --cudagraphs"
+    assert given in text
+    text = text.replace(given, command).replace("runs/slurm", f"{tmp_path}/slurm")
+    functions = f'srun() {{ "$@" & echo $! > {tmp_path}/pid; wait $!; }}\n'
+    functions += f'scontrol() {{ echo "$@" >> {tmp_path}/scontrol; }}\n'
+    (tmp_path / "job").write_text(text.replace("#!/bin/bash\n", functions))
+    steps = []
+    for attempt in (1, 2):
+        job = {"cwd": ROOT, "env": os.environ | {"SLURM_JOB_ID": "7"}, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(["bash", tmp_path / "job"], **job)
+        wait_for(lambda attempt=attempt: len(list(tmp_path.glob("slurm-7/*/events.*"))) == attempt)
+        time.sleep(1)
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGUSR1)
+        assert process.wait(timeout=60) == 138
+        assert (tmp_path / "scontrol").read_text() == "requeue 7\n" * attempt
+        steps.append(max(checkpoint_step(folder) for folder in tmp_path.glob("slurm-7/*")))
+    assert steps[0] < steps[1]
+
+
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
     """nohup starts a program that way."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -233,7 +257,7 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
 def test_what_windows_lacks_is_not_needed(either, tmp_path, monkeypatch):
     monkeypatch.delattr(signal, "SIGHUP")
     monkeypatch.delattr(os, "sysconf")
-    folder = run_tiny(either, tmp_path, total_timesteps=100)
+    folder = run_tiny(either, tmp_path)
     assert summary(folder)["machine"]["memory_gib"] == 0
 
 
@@ -362,7 +386,7 @@ def test_a_full_disk_does_not_abort_the_process_at_the_policy(either, tmp_path):
     code += "    path.with_suffix('.tmp').symlink_to('/dev/full')\n"
     code += "    replace_file(path, write)\n"
     code += "script.replace_file = full\n"
-    code += f"script.train(script.Args(run_dir={str(tmp_path)!r}, **{tiny(either)!r}, total_timesteps=100))"
+    code += f"script.train(script.Args(run_dir={str(tmp_path)!r}, **{tiny(either)!r}, total_timesteps=200))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "policy.pt2: is the disk full? ([Errno 28] No space left on device)" in done.stderr

@@ -296,7 +296,7 @@ def assert_refused(folder, message, capsys, flags):
 
 def test_a_population_that_does_not_fit_is_refused(tmp_path, capsys):
     """Other seeds or agents, another buffer, a checkpoint that is gone, and no population at all."""
-    folder = train_population(tmp_path / "all", total_timesteps=20)
+    folder = train_population(tmp_path / "all", total_timesteps=20, learning_starts=10)
     flags = {"resume": str(folder), "total_timesteps": 40}
 
     def refused(message, **changes):

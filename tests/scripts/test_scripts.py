@@ -132,7 +132,8 @@ def test_flags(script):
         if isinstance(node, (ast.Assign, ast.AugAssign)):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(target, ast.Name) and target.id in limits:
-                assert set(ast.literal_eval(node.value)) <= names, target.id
+                limited = node.value.keys if isinstance(node.value, ast.Dict) else node.value.elts
+                assert set(map(ast.literal_eval, limited)) <= names, target.id
                 limits -= {target.id} if isinstance(node, ast.Assign) else set()
     assert not limits, "a script needs all of these sets"
 
