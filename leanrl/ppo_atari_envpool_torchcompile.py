@@ -694,9 +694,9 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        signals = [own for own in signal.Signals if own.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")]
-        caught = [own for own in signals if signal.getsignal(own) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {own: signal.signal(own, self.on_signal) for own in caught}
+        signals = [sig for sig in signal.Signals if sig.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")]
+        caught = [sig for sig in signals if signal.getsignal(sig) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {sig: signal.signal(sig, self.on_signal) for sig in caught}
         return self
 
     def on_signal(self, number, frame):

@@ -6,7 +6,7 @@ The algorithm, its defaults and these details are CleanRL's:
 1. Two critics; the target uses the smaller of their values (`SAC.update`).
 2. The entropy coefficient is tuned to a target entropy of minus the number of action dimensions (`SAC.update_actor`).
 3. Every `policy_frequency` updates, the actor is updated `policy_frequency` times (`SAC.update`).
-4. Actions are squashed by tanh to the bounds of the action space (`Actor.sample`).
+4. Actions are squashed by tanh and scaled to the bounds of the action space (`Actor.sample`, `SAC.act`).
 5. Truncation is not termination: the value of the last observation is bootstrapped (`train`).
 
 sac_continuous_action_torchcompile.py makes the same updates faster, but acts one update late.
@@ -176,7 +176,7 @@ class SAC:
         """Update the critics, and when it is their turn, the actor and the target networks."""
         batch = self.replay.sample(self.args.batch_size)
         obs, next_obs = batch["obs"], batch["next_obs"]
-        actions = (batch["actions"] - self.actor.bias) / self.actor.scale.clamp(min=1e-30)  # from -1 to 1
+        actions = (batch["actions"] - self.actor.bias) / self.actor.scale.clamp(min=1e-30)  # -1 to 1; equal bounds: 0
 
         # critic loss (eq. 5)
         with torch.no_grad():
@@ -521,9 +521,9 @@ class Run:
             refuse("total_timesteps", self.args.total_timesteps, f"give more than {self.step}, the checkpoint's step")
 
     def __enter__(self):
-        signals = [own for own in signal.Signals if own.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")]
-        caught = [own for own in signals if signal.getsignal(own) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        self.handlers = {own: signal.signal(own, self.on_signal) for own in caught}
+        signals = [sig for sig in signal.Signals if sig.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")]
+        caught = [sig for sig in signals if signal.getsignal(sig) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        self.handlers = {sig: signal.signal(sig, self.on_signal) for sig in caught}
         return self
 
     def on_signal(self, number, frame):

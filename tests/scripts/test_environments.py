@@ -26,7 +26,6 @@ from conftest import (
     assert_same_state,
     countdown,
     entry_of,
-    on_gymnasium,
     on_vectors,
     script_params,
     stem,
@@ -156,7 +155,7 @@ def test_arrays_that_change_in_place(script, tmp_path):
     assert_same_state(learned(script, tmp_path, "InPlace"), learned(script, tmp_path, "Truncates"))
 
 
-@on_gymnasium
+@on_vectors
 def test_infos_of_different_types(script, tmp_path):
     """No script reads infos, so they are not collected."""
     sizes = {"env_id": countdown(script, "Tells"), "num_envs": 2, "num_minibatches": 1}
