@@ -3,14 +3,26 @@
 import math
 import sys
 import textwrap
+from pathlib import Path
 
 import tyro
 
 
-def parse(kind, description):
-    """Parse the arguments of a program started with `python -m`; returns a dataclass `kind`."""
-    name = sys.modules["__main__"].__spec__.name.removesuffix(".__main__")
-    return tyro.cli(kind, prog=f"python -m {name}", description=description)
+def parse(kind, description, words=None, name=None):
+    """Parse the arguments `words` of `python -m name`; returns a dataclass `kind`. By default those of this program."""
+    name = name or sys.modules["__main__"].__spec__.name.removesuffix(".__main__")
+    args = tyro.cli(kind, args=words, prog=f"python -m {name}", description=description)
+    for field, value in vars(args).items():
+        setattr(args, field, tuple(map(at_home, value)) if isinstance(value, tuple) else at_home(value))
+    return args
+
+
+def at_home(value):
+    """A path with the home folder in place of ~, which no shell replaces in --out=~/runs; other values as they are."""
+    try:
+        return value.expanduser() if isinstance(value, Path) else value
+    except RuntimeError:
+        stop(f"{value}: there is no such home folder; give its path")
 
 
 def refuse(name, value, remedy):

@@ -18,7 +18,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from common.arguments import note, one_line, stop
+from common.arguments import note, one_line, parse, stop
 from common.scripts import load
 from instruments.playing import MAX_STEPS, acting, make_env, play, record
 
@@ -146,7 +146,7 @@ def close(env, env_id):
 
 
 def main(words):
-    args = tyro.cli(Args, args=words, prog="python -m instruments evaluate", description=__doc__)
+    args = parse(Args, __doc__, words, "instruments evaluate")
     check(args)
     if not args.run.exists():
         stop(f"RUN {args.run}: there is no such folder; give the folder of a run")

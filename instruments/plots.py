@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from common.arguments import refuse, stop
+from common.arguments import parse, refuse, stop
 
 try:
     from matplotlib.figure import Figure
@@ -102,4 +102,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, prog="python -m instruments.plots", description=__doc__))
+    main(parse(Args, __doc__))

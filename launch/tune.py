@@ -28,6 +28,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Annotated
 
 import optuna
@@ -203,7 +204,8 @@ class Search:
             refuse("rungs", args.rungs, f"give fewer, or more than {self.total} steps")
         journal = self.folder / "journal.log"
         drop_unfinished_line(journal)
-        storage = JournalStorage(JournalFileBackend(str(journal)))
+        ours = SimpleNamespace(acquire=lambda: True, release=lambda: None)  # the folder is; a kill leaves Optuna's lock
+        storage = JournalStorage(JournalFileBackend(str(journal), ours))
         names = {"study_name": "tune", "load_if_exists": True, "direction": "maximize"}
         self.study = optuna.create_study(storage=storage, **names)
         seed = args.search_seed + len(self.study.trials)  # a continued search proposes other settings

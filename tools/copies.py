@@ -140,11 +140,10 @@ def main(words):
         has_it = [source for source in sources.values() if words[1] in definitions(source)]
         if not has_it:
             raise SystemExit(f"error: --add {words[1]}: no script has it")
-        for path in map(Path, words[2:]):
+        for path in (Path(word).expanduser() for word in words[2:]):
             if words[1] not in definitions(path.read_text()):
                 path.write_text(add(words[1], has_it[0], path.read_text()))
-    elif len(words) == 1 and Path(words[0]).is_file():
-        origin = Path(words[0])
+    elif len(words) == 1 and (origin := Path(words[0]).expanduser()).is_file():
         for path in paths:
             path.write_text(carry(origin, origin.read_text(), path, path.read_text()))
     elif words:

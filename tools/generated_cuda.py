@@ -824,5 +824,5 @@ def compiled_for_cuda(capability=90, check=False, execute=True, edit=lambda code
 
 
 if __name__ == "__main__":
-    for path in sorted(Path(sys.argv[1]).glob("*.py")):
+    for path in sorted(Path(sys.argv[1]).expanduser().glob("*.py")):
         print(f"{path.stem}: {assemble(path)} kernels", flush=True)

@@ -24,7 +24,7 @@ from matplotlib.ticker import EngFormatter
 from benchmark import editions
 from benchmark.results import read as read_json
 from benchmark.results import replace, store
-from common.arguments import note, one_line, refuse, stop
+from common.arguments import at_home, note, one_line, refuse, stop
 from common.curves import COLORS, RETURN, last_tenth, moving_mean, plot, read_events, require_picture, scalars, seeds
 from common.folders import writable
 from common.tables import Table
@@ -59,6 +59,7 @@ def collect(
     With `minutes` it ends with the minutes since the run's start. Runs of one exp_name must have the same flags.
     A JSON file beside it has the date, the devices and the editions of the scripts.
     """
+    run_dir, output = at_home(run_dir), at_home(output)
     if steps < 1:
         refuse("steps", steps, "give at least 1")
     writable("output", output.parent)
@@ -114,6 +115,7 @@ def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 
 
     Each of `num_envs` environments plays `games` games, of Atari whole ones.
     """
+    output = at_home(output)
     for name, value in (("games", games), ("num-envs", num_envs)):
         if value < 1:
             refuse(name, value, "give at least 1")
@@ -205,6 +207,7 @@ def draw(
     With `minutes` the horizontal axis has the minutes of `collect --minutes`. The mean of a random policy's returns is
     a dashed line, and so is `level`, such as a target.
     """
+    data, output = at_home(data), at_home(output)
     if window < 1:
         refuse("window", window, "give at least 1")
     require_picture(output)

@@ -1,12 +1,16 @@
 """Code shared by the tools: training scripts under a tool, warm-up, processes, curves."""
 
+import errno
+import fcntl
 import math
 import re
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +20,7 @@ from helpers import RUN, refused
 from torch.utils.tensorboard import SummaryWriter
 
 from common import curves, folders, processes, scripts, steady
-from common.arguments import distinct, from_low
+from common.arguments import distinct, from_low, parse
 
 SCRIPT = f"""{RUN}
 events = []
@@ -90,6 +94,47 @@ def test_a_folder_is_one_programs_at_a_time(tmp_path, capsys):
     assert line == f"--run-dir {tmp_path}: another command is using {folder}; wait for it, or give another folder"
     with folders.locked("run-dir", tmp_path):
         pass
+
+
+@pytest.mark.parametrize("kind", ["EAGAIN", "EACCES", "ENOSYS", "ENOTSUP", "ENOLCK"])
+def test_a_file_system_without_locks_is_no_other_command(kind, tmp_path, capsys, monkeypatch):
+    def flock(*_):
+        raise OSError(getattr(errno, kind), kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    entering = folders.locked("out", tmp_path).__enter__
+    if kind in ("EAGAIN", "EACCES"):
+        assert "another command is using" in refused(capsys, entering)
+    else:
+        assert entering() == tmp_path
+        line = f"note: {tmp_path} cannot be locked ({kind}); start no other command with it\n"
+        assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://bucket"])
+def test_a_bucket_is_no_folder(url, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = refused(capsys, folders.writable, "out", Path(url))
+    assert line == f"--out {Path(url)}: give a folder of this machine, such as one where that storage is mounted"
+    assert not list(tmp_path.iterdir())
+
+
+@dataclass
+class Paths:
+    runs: tuple[Path, ...]
+    out: Path = Path("runs")
+    space: Path | None = None
+
+
+def test_paths_begin_at_home(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = parse(Paths, "", ["--out=~/l", "--space=~/s", "--runs", "~/a", "b"], "tool")
+    assert args == Paths((tmp_path / "a", Path("b")), tmp_path / "l", tmp_path / "s")
+    line = refused(capsys, parse, Paths, "", ["--runs", "a", "--out=~nobody_here/l"], "tool")
+    assert line == "~nobody_here/l: there is no such home folder; give its path"
+    (tmp_path / "script.py").write_text("")
+    line = refused(capsys, scripts.load_given, "probe", "~/script.py")
+    assert line.startswith("probe ~/script.py: it has no `train`")
 
 
 @pytest.mark.parametrize(

@@ -631,6 +631,15 @@ def test_a_search_goes_on_where_a_crash_has_cut_its_journal(cut, script):
     assert again.numbers == [1]
 
 
+@pytest.mark.parametrize("target", ["journal.log", "/a/folder/that/was/copied/journal.log"])
+def test_a_search_goes_on_where_a_kill_has_left_a_lock(target, script):
+    """Optuna waits half a minute for the lock of a program that is gone, and forever if the folder has moved."""
+    own = bracket(script, [3.0, 5.0, 4.0])
+    (script.parent / "journal.log.lock").symlink_to(target)
+    own.compare()
+    assert own.numbers == [1]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
