@@ -405,13 +405,46 @@ def test_bad_input_is_refused_in_one_line(script, words, said, capsys):
     [
         ("--cpus-per-run 9999", r"--cpus-per-run 9999.0: give at most \d+, as many as the largest machine has"),
         ("--gpus-per-run 1", r"--gpus-per-run 1.0: give at most 0, as many as the largest machine has"),
-        ("--address 127.0.0.1:1", r"--address 127.0.0.1:1: no Ray cluster answers there \(.*refused\)"),
+        ("--address 127.0.0.1:1", r"--address 127.0.0.1:1: cannot connect to a Ray cluster there \(.*refused\)"),
     ],
 )
 def test_what_the_cluster_has_not_is_refused(script, words, said):
     line = error_of(launch(script, *words.split()))
     assert re.fullmatch(said, line), line
     assert [path.name for path in (script.parent / "runs" / "walk").iterdir()] == ["lock"]
+
+
+def test_ray_that_does_not_start_here_says_why(script):
+    line = error_of(python(*words_of(script)[1:], env=os.environ | {"RAY_TMPDIR": "/sys/none"}))
+    assert re.fullmatch(r"Ray does not start on this machine \(PermissionError: .*\); doc/many_runs.md shows .*", line)
+
+
+HEAD = """
+from ray.cluster_utils import Cluster
+
+made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+print(made.address, flush=True)
+input()
+made.shutdown()
+"""
+
+
+def test_a_cluster_with_a_token_lets_in_who_sends_it(script):
+    """As doc/cluster.md starts it; without the variable, Ray sends no token and says so."""
+    home = os.environ | {"HOME": str(script.parent)}
+    token = home | {"RAY_AUTH_MODE": "token"}
+    assert python("-m", "ray.scripts.scripts", "get-auth-token", "--generate", env=home).returncode == 0
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HEAD], env=token, **pipes) as head:
+        address = head.stdout.readline().strip()
+        words = words_of(script, "--address", address, seeds=(1,))[1:]
+        without = python(*words, env=home | {"RAY_AUTH_MODE": "disabled"})
+        done = python(*words, env=token)
+        head.communicate("\n")
+    line = without.stderr.splitlines()[-1]
+    assert without.returncode == 2 and line.startswith(f"error: --address {address}: cannot connect to a Ray cluster")
+    assert "RAY_AUTH_MODE is currently 'disabled' (not 'token')" in line
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
