@@ -15,7 +15,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-import gymnasium as gym
 import numpy as np
 import tyro
 from matplotlib.figure import Figure
@@ -122,8 +121,8 @@ def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 
     writable("output", output.parent)
     try:
         returns = {seed + i: random_returns(env_id, seed + i, games) for i in range(num_envs)}
-    except gym.error.Error as error:
-        refuse("env-id", env_id, f"correct the name ({one_line(error)})")
+    except Exception as error:  # environments may raise anything
+        refuse("env-id", env_id, f"cannot be played ({one_line(error)}); correct the name or the environment")
     with open(output, "a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         if file.tell() == 0:
