@@ -26,7 +26,7 @@ def writable(name, value, within=""):
 def locked(name, value, within=""):
     """Like `writable`, and lock the folder for this program."""
     folder = writable(name, value, within)
-    with open(folder / "lock", "w") as lock:
+    with open(folder / "lock", "w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):

@@ -50,7 +50,7 @@ def read_env_id(run, folder):
     if not path.is_file():
         stop(f"RUN {run}: there is no {path}; give the folder of a run")
     try:
-        return str(json.loads(path.read_text())["env_id"])
+        return str(json.loads(path.read_text(encoding="utf-8"))["env_id"])
     except (ValueError, KeyError, TypeError) as error:
         stop(f"RUN {run}: {path} is damaged ({one_line(error)}); give the folder of another run")
 

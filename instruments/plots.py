@@ -57,7 +57,7 @@ def draw_run(all_axes, events, tags, label, color):
 def with_seed(folder, label):
     """A run's name in the legend, with its seed."""
     with contextlib.suppress(OSError, ValueError, KeyError):  # config.json is missing or damaged
-        label = f"{label}, seed {json.loads((folder / 'config.json').read_text())['seed']}"
+        label = f"{label}, seed {json.loads((folder / 'config.json').read_text(encoding='utf-8'))['seed']}"
     return label
 
 

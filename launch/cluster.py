@@ -69,7 +69,7 @@ class Cluster:
                 self.slots = min(self.slots, sum(int(amount / number) for amount in there))
         self.session = secrets.token_hex(4)
         self.stop_file = Path(out) / "stop"
-        self.stop_file.write_text("")
+        self.stop_file.write_text("", encoding="utf-8")
         self.environment = {"OMP_NUM_THREADS": str(max(1, int(cpus)))}
         if mkl:
             library = shutil.copy(mkl_on_amd.library(), out)  # all machines can read it there
@@ -92,7 +92,9 @@ class Cluster:
     def stop(self):
         """End all runs; each saves a checkpoint."""
         with processes.undisturbed():
-            self.stop_file.write_text("stop")  # Ray can crash when it cancels a task that is just starting
+            self.stop_file.write_text(
+                "stop", encoding="utf-8"
+            )  # Ray can crash when it cancels a task that is just starting
             for task, order in self.tasks.items():
                 if worker.started(order.folder).get("session") == self.session:
                     outcome(task)

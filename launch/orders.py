@@ -34,7 +34,7 @@ class Script:
         refuse_population(f"launch {self.path}", script)
         self.Args = script.Args
         self.prepare = getattr(script, "prepare", lambda args: None)
-        self.text = self.path.read_text()
+        self.text = self.path.read_text(encoding="utf-8")
         self.parsed = {}
         self.fields = {field.name.replace("_", "-"): field for field in dataclasses.fields(self.Args)}
 

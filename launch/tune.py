@@ -119,7 +119,7 @@ def entries(args):
 def entries_in(path):
     """The entries of a TOML file, in the same form."""
     try:
-        found = tomllib.loads(path.read_text())
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         refuse("space", path, f"give a TOML file ({error})")
     for name, entry in found.items():
@@ -408,7 +408,7 @@ def write(search, command):
         f"{command}\n\nbest: {winner}",
         [f'<div class="wide">{table.html()}</div>', *pictures(search)],
     )
-    (search.folder / "results.md").write_text(f"{table.markdown()}\n\n    {winner}\n")
+    (search.folder / "results.md").write_text(f"{table.markdown()}\n\n    {winner}\n", encoding="utf-8")
     print(f"{table.markdown()}\n\n{winner}\n\n{search.folder / 'results.html'}")
 
 

@@ -216,7 +216,7 @@ def assemble(path):
     """
     from torch._inductor.codecache import PyCodeCache
 
-    code = path.read_text()
+    code = path.read_text(encoding="utf-8")
     capability = int(re.search(r"cc=(\d+)", code)[1])
     kernels = KERNEL.findall(code)
     with described_card(capability):

@@ -30,7 +30,7 @@ def library():
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
             command = [compiler, "-x", "c", "-shared", "-fPIC", "-o", str(built), "-"]
-            subprocess.run(command, input=SOURCE, text=True, check=True, capture_output=True)
+            subprocess.run(command, input=SOURCE, encoding="utf-8", check=True, capture_output=True)
             os.replace(built, path)
     return path
 

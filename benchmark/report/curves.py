@@ -123,7 +123,7 @@ def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 
         returns = {seed + i: random_returns(env_id, seed + i, games) for i in range(num_envs)}
     except Exception as error:  # environments may raise anything
         refuse("env-id", env_id, f"cannot be played ({one_line(error)}); correct the name or the environment")
-    with open(output, "a", newline="") as file:
+    with open(output, "a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         if file.tell() == 0:
             writer.writerow(COLUMNS)
@@ -147,7 +147,7 @@ def read(data):
     random = []
     env_id = None
     try:
-        with open(data) as file:
+        with open(data, encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 env_id = row["env_id"]
                 name = list(row)[len(KEY)]

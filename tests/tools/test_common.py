@@ -1,8 +1,10 @@
 """Code shared by the tools: training scripts under a tool, warm-up, processes, curves."""
 
+import ast
 import errno
 import fcntl
 import math
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import script_params, tiny, wait_for
-from helpers import RUN, refused
+from helpers import ROOT, RUN, python, refused
 from torch.utils.tensorboard import SummaryWriter
 
 from common import curves, folders, processes, scripts, steady
@@ -322,6 +324,41 @@ def test_the_speed_of_a_run_is_that_of_its_second_half(tmp_path):
     assert curves.late_speed(tmp_path) == 7
     (tmp_path / "nothing").mkdir()
     assert curves.late_speed(tmp_path / "nothing") is None
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_tables_are_printed_and_written_in_every_locale(tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from benchmark import results
+from common.tables import mean_and_deviation
+cell = mean_and_deviation([1, 3])
+results.replace(Path(sys.argv[1]), cell)
+print(cell)
+"""
+    done = python("-c", code, tmp_path / "table.md", env=os.environ | ASCII)
+    assert (done.returncode, done.stdout) == (0, "2.0 ? 1.4\n"), done.stderr
+    assert (tmp_path / "table.md").read_text(encoding="utf-8") == "2.0 ± 1.4"
+
+
+def opens_text(call):
+    """Whether a call opens a text file in the encoding of the locale."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", None))
+    if any(keyword.arg == "encoding" for keyword in call.keywords):
+        return False
+    if name == "open":
+        return not any(isinstance(arg, ast.Constant) and arg.value in ("rb", "wb", "ab") for arg in call.args)
+    return name in ("read_text", "write_text") or any(keyword.arg == "text" for keyword in call.keywords)
+
+
+def test_text_is_utf_8_in_every_locale():
+    folders = ("common", "instruments", "launch", "benchmark", "tools", "environments", "doc/examples")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        assert not [f"{path}:{call.lineno}" for call in calls if opens_text(call)]
 
 
 def test_arrows_run_one_way():
