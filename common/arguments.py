@@ -37,13 +37,19 @@ def check(name, given, choices):
             refuse(name, value, f"choose from {', '.join(choices)}")
 
 
-def from_low(low, args, *names):
-    """Refuse numbers in `args` or its lists that are not finite or below `low`; None stands for a default."""
+def from_low(low, args, *names, high=math.inf):
+    """Refuse numbers in `args` or its lists that are not finite, below `low` or above `high`; None is a default."""
     for name in names:
         given = getattr(args, name)
         for value in given if isinstance(given, tuple) else (given,):
-            if value is not None and not low <= value < math.inf:
-                refuse(name.replace("_", "-"), value, f"give a finite number from {low}")
+            if value is not None and not (low <= value <= high and value < math.inf):
+                remedy = f"a finite number from {low}" if high == math.inf else f"a number from {low} to {high}"
+                refuse(name.replace("_", "-"), value, f"give {remedy}")
+
+
+def check_seeds(args, *names):
+    """Refuse seeds in `args` that NumPy does not take."""
+    from_low(0, args, *names, high=2**32 - 1)
 
 
 def distinct(args, *names):

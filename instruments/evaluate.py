@@ -18,7 +18,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from common.arguments import note, one_line, parse, stop
+from common.arguments import check_seeds, from_low, note, one_line, parse, stop
 from common.scripts import load
 from instruments.playing import MAX_STEPS, acting, make_env, play, record
 
@@ -39,9 +39,8 @@ class Args:
 
 def check(args):
     """Refuse numbers that are out of range."""
-    for name, low in (("episodes", 1), ("seed", 0), ("max_steps", 1)):
-        if getattr(args, name) < low:
-            stop(f"--{name.replace('_', '-')} {getattr(args, name)}: give a number from {low}")
+    from_low(1, args, "episodes", "max_steps")
+    check_seeds(args, "seed")
 
 
 def read_env_id(run, folder):

@@ -16,7 +16,7 @@ from typing import Annotated
 import tyro
 
 from common import arguments
-from common.arguments import distinct, from_low
+from common.arguments import check_seeds, distinct, from_low
 from launch import orders, report
 from launch.board import Board
 from launch.cluster import Cluster, folder_of
@@ -62,6 +62,7 @@ def parse(words, kind, name, description):
     at = words.index("--") if "--" in words else len(words)
     args = arguments.parse(kind, description, words[:at], f"launch {name}")
     distinct(args, "seeds")
+    check_seeds(args, "seeds")
     from_low(0, args, "cpus_per_run", "gpus_per_run")
     return args, words[at + 1 :]
 

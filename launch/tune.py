@@ -40,7 +40,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from common import curves
-from common.arguments import from_low, refuse, stop
+from common.arguments import check_seeds, from_low, refuse, stop
 from common.tables import Table
 from launch import orders, report
 from launch.board import Board
@@ -208,7 +208,7 @@ class Search:
         storage = JournalStorage(JournalFileBackend(str(journal), ours))
         names = {"study_name": "tune", "load_if_exists": True, "direction": "maximize"}
         self.study = optuna.create_study(storage=storage, **names)
-        seed = args.search_seed + len(self.study.trials)  # a continued search proposes other settings
+        seed = (args.search_seed + len(self.study.trials)) % 2**32  # a continued search proposes other settings
         self.study.sampler = optuna.samplers.TPESampler(seed=seed)
         identity = {"space": {name: repr(kind) for name, kind in space.items()}, "flags": flags, "rungs": self.rungs}
         identity |= {"seeds": list(args.seeds), "env_id": args.env_id}
@@ -321,7 +321,7 @@ def main(words):
     orders.refuse_empty("env-id", [args.env_id])
     script = orders.Script(args.script)
     from_low(1, args, "trials", "rungs")
-    from_low(0, args, "search_seed")
+    check_seeds(args, "search_seed")
     space = search_space(script, args)
     orders.check_flags(script, flags, space, OURS)
     orders.ask(script, (), args.seeds, flags)

@@ -118,6 +118,8 @@ def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 
     for name, value in (("games", games), ("num-envs", num_envs)):
         if value < 1:
             refuse(name, value, "give at least 1")
+    if not 0 <= seed <= 2**32 - num_envs:
+        refuse("seed", seed, f"give a number from 0 to {2**32 - num_envs}")
     writable("output", output.parent)
     try:
         returns = {seed + i: random_returns(env_id, seed + i, games) for i in range(num_envs)}

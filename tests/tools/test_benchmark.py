@@ -148,7 +148,7 @@ BAD_ARGUMENTS = [
     ({"total_timesteps": 0}, "--total-timesteps 0: give a finite number from 1"),
     ({"num_envs": 0}, "--num-envs 0: give a finite number from 1"),
     ({"seeds": ()}, "--seeds : give at least one"),
-    ({"seeds": (-1,)}, "--seeds -1: give a finite number from 0"),
+    ({"seeds": (4294967296,)}, "--seeds 4294967296: give a number from 0 to 4294967295"),
     ({"seeds": (1, 2, 1)}, "--seeds 1: give it once"),
     ({"algos": ("dqn", "dqn")}, "--algos dqn: give it once"),
     ({"modes": ("plain", "plain")}, "--modes plain: give it once"),

@@ -22,7 +22,7 @@ from helpers import ROOT, RUN, python, refused
 from torch.utils.tensorboard import SummaryWriter
 
 from common import curves, folders, processes, scripts, steady
-from common.arguments import distinct, from_low, parse
+from common.arguments import check_seeds, distinct, from_low, parse
 
 SCRIPT = f"""{RUN}
 events = []
@@ -147,6 +147,8 @@ def test_paths_begin_at_home(tmp_path, capsys, monkeypatch):
         (partial(from_low, 0), math.inf, "--the-value inf: give a finite number from 0"),
         (partial(from_low, 2), (2, 1), "--the-value 1: give a finite number from 2"),
         (partial(from_low, 0), 0, None),
+        (check_seeds, 2**32, "--the-value 4294967296: give a number from 0 to 4294967295"),
+        (check_seeds, (0, 2**32 - 1), None),
         (partial(from_low, 1), None, None),
         (distinct, (), "--the-value : give at least one"),
         (distinct, (3, 5, 3), "--the-value 3: give it once"),

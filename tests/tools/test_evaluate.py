@@ -471,9 +471,10 @@ def test_a_video_of_what_cannot_render(env_id, make_run, refusal):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--episodes 0", "--episodes 0: give a number from 1"),
-        ("--seed -1", "--seed -1: give a number from 0"),
-        ("--max-steps 0", "--max-steps 0: give a number from 1"),
+        ("--episodes 0", "--episodes 0: give a finite number from 1"),
+        ("--seed -1", "--seed -1: give a number from 0 to 4294967295"),
+        ("--seed 4294967296", "--seed 4294967296: give a number from 0 to 4294967295"),
+        ("--max-steps 0", "--max-steps 0: give a finite number from 1"),
     ],
 )
 def test_numbers_out_of_range(flags, message, make_run, refusal):
