@@ -139,7 +139,11 @@ def setting_name(setting):
 
 
 def folder_name(text):
-    return text.replace("/", "-").replace(", ", ",")
+    """`text` as the name of a folder; beyond 255 bytes, the limit of file systems, cut and with a hash."""
+    name = text.replace("/", "-").replace(", ", ",")
+    if len(name.encode()) <= 255:
+        return name
+    return f"{name.encode()[:180].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def refuse_ours(name, given, ours):

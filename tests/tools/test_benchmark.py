@@ -633,7 +633,9 @@ def test_mkl_on_amd_prints_a_library_that_says_yes(tmp_path):
     assert library.mkl_serv_intel_cpu_true() == library.mkl_serv_intel_cpu() == 1
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "other"), "CXX": "no-compiler"}
     line = error_of(python(MKL, env=environment))
-    assert line.startswith("install a C compiler, such as g++, or name one in CXX: ")
+    assert line.startswith(f"{tmp_path}/other/leanrl/libmkl_on_amd.so cannot be built (") and "CXX" in line
+    environment |= {"XDG_CACHE_HOME": "/sys/none"}
+    assert "Operation not permitted" in error_of(python(MKL, env=environment))
 
 
 def test_mkl_on_amd_changes_nothing_but_rounding(tmp_path):

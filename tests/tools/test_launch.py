@@ -457,6 +457,14 @@ def test_what_is_no_script_of_one_agent_is_refused(name, said, tmp_path, capsys)
     assert refused(capsys, run.main, [str(path), "--out", str(tmp_path)]).startswith(f"launch {path}: {said}")
 
 
+def test_a_long_setting_has_a_folder_of_its_own(script, tmp_path):
+    labels = [f"env-file={'ä' * 150}{end}" for end in "ab"]
+    made = [orders.order(orders.Script(script), None, {}, 1, [], tmp_path, 1, label=label) for label in labels]
+    for order in made:
+        order.place()
+    assert made[0].folder != made[1].folder and orders.folder_name("a/b=1, c=2") == "a-b=1,c=2"
+
+
 @pytest.mark.thorough
 def test_another_edition_of_a_script_needs_another_folder(script):
     assert launch(script, seeds=(1,)).returncode == 0
