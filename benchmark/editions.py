@@ -118,7 +118,7 @@ def is_text(node):
 def today(*paths):
     """The date and the editions of the scripts at `paths`, to be stored with a result."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = {path.stem: fingerprint(path.read_text(), device) for path in paths}
+    found = {path.stem: fingerprint(path.read_text(encoding="utf-8"), device) for path in paths}
     return {"date": date.today().isoformat(), "editions": found}
 
 
@@ -137,7 +137,9 @@ def changed(result):
 
 def is_current(name, edition):
     path = script(name)
-    return path is not None and any(fingerprint(path.read_text(), device) == edition for device in ("cpu", "cuda"))
+    return path is not None and any(
+        fingerprint(path.read_text(encoding="utf-8"), device) == edition for device in ("cpu", "cuda")
+    )
 
 
 def is_earlier(results):

@@ -48,7 +48,8 @@ class Args:
 
 def commands(args):
     """The arguments of `python` in each step's command, by name."""
-    return {name: shlex.split(words.format(runs=args.run_dir)) for name, words in STEPS.items()}
+    steps = {name: shlex.split(words) for name, words in STEPS.items()}
+    return {name: [word.format(runs=args.run_dir) for word in words] for name, words in steps.items()}
 
 
 def finish(words, log, seconds):

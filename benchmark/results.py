@@ -20,14 +20,14 @@ def store(path, result):
 def replace(path, text):
     """Write a file atomically."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def read(path):
     """Read a file written by `store`; exit if it is damaged."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         stop(f"{path}: it cannot be read ({one_line(error)}); restore it, or delete it and measure again")
 

@@ -3,14 +3,26 @@
 import math
 import sys
 import textwrap
+from pathlib import Path
 
 import tyro
 
 
-def parse(kind, description):
-    """Parse the arguments of a program started with `python -m`; returns a dataclass `kind`."""
-    name = sys.modules["__main__"].__spec__.name.removesuffix(".__main__")
-    return tyro.cli(kind, prog=f"python -m {name}", description=description)
+def parse(kind, description, words=None, name=None):
+    """Parse the arguments `words` of `python -m name`; returns a dataclass `kind`. By default those of this program."""
+    name = name or sys.modules["__main__"].__spec__.name.removesuffix(".__main__")
+    args = tyro.cli(kind, args=words, prog=f"python -m {name}", description=description)
+    for field, value in vars(args).items():
+        setattr(args, field, tuple(map(at_home, value)) if isinstance(value, tuple) else at_home(value))
+    return args
+
+
+def at_home(value):
+    """A path with the home folder in place of ~, which no shell replaces in --out=~/runs; other values as they are."""
+    try:
+        return value.expanduser() if isinstance(value, Path) else value
+    except RuntimeError:
+        stop(f"{value}: there is no such home folder; give its path")
 
 
 def refuse(name, value, remedy):
@@ -25,13 +37,19 @@ def check(name, given, choices):
             refuse(name, value, f"choose from {', '.join(choices)}")
 
 
-def from_low(low, args, *names):
-    """Refuse numbers in `args` or its lists that are not finite or below `low`; None stands for a default."""
+def from_low(low, args, *names, high=math.inf):
+    """Refuse numbers in `args` or its lists that are not finite, below `low` or above `high`; None is a default."""
     for name in names:
         given = getattr(args, name)
         for value in given if isinstance(given, tuple) else (given,):
-            if value is not None and not low <= value < math.inf:
-                refuse(name.replace("_", "-"), value, f"give a finite number from {low}")
+            if value is not None and not (low <= value <= high and value < math.inf):
+                remedy = f"a finite number from {low}" if high == math.inf else f"a number from {low} to {high}"
+                refuse(name.replace("_", "-"), value, f"give {remedy}")
+
+
+def check_seeds(args, *names):
+    """Refuse seeds in `args` that NumPy does not take."""
+    from_low(0, args, *names, high=2**32 - 1)
 
 
 def distinct(args, *names):

@@ -70,7 +70,7 @@ def learning_curve(folders):
             episodes += [(entry.step, before + entry.wall_time - begin, entry.value) for entry in returns]
         summary = folder / "summary.json"
         if summary.exists():
-            before += json.loads(summary.read_text())["wall_seconds"]
+            before += json.loads(summary.read_text(encoding="utf-8"))["wall_seconds"]
         elif returns:
             before = episodes[-1][1]
     if not episodes:

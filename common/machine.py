@@ -33,7 +33,7 @@ def machine():
 
 def processor(cpuinfo):
     """The processor's name without extras, such as "AMD EPYC" or "Intel Xeon Platinum 8481C"."""
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     name = found[1] if found else platform.machine()
     name = re.sub(r"\((R|TM|tm)\)|@.*|\bCPU\b|\bProcessor\b|\b\d+-Core\b", " ", name)
@@ -44,7 +44,7 @@ def nvidia_smi(*names):
     """What nvidia-smi says of the first GPU, by name; empty if it says nothing."""
     command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     try:
-        line = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        line = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return {}
     return dict(zip(names, map(str.strip, line.split(",")), strict=True))

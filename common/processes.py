@@ -14,6 +14,7 @@ from multiprocessing import get_context
 
 SECONDS_TO_STOP = 120  # time to save a checkpoint before a run that was asked to end is killed
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a scheduler, a lost connection
+ENDING += (signal.SIGUSR1, signal.SIGXCPU)  # warnings of schedulers
 
 
 def end_as_at_ctrl_c():
@@ -31,7 +32,7 @@ def raise_interrupt(number, frame):
 
 def leave_terminal():
     """Discard output to a terminal that is gone, where printing would raise an error."""
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
         for descriptor in (1, 2):
             try:
                 os.write(descriptor, b"")
@@ -62,8 +63,8 @@ def start(words, log, **settings):
     `settings` are those of subprocess.Popen.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "a") as file:
-        settings = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "text": True} | settings
+    with open(log, "a", encoding="utf-8") as file:
+        settings = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file, "encoding": "utf-8"} | settings
         session = {"start_new_session": True, "preexec_fn": end_with_parent}
         return subprocess.Popen([sys.executable, *map(str, words)], **settings, **session)
 

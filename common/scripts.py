@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 from common import ROOT
-from common.arguments import one_line, stop
+from common.arguments import at_home, one_line, stop
 
 
 def load(script):
@@ -28,7 +28,7 @@ def load(script):
 
 def load_given(argument, name):
     """Load the script at the path `name`, which the user gave as `argument`."""
-    path = Path(name)
+    path = at_home(Path(name))
     if not path.is_file() or path.suffix != ".py":
         stop(f"{argument} {name}: this is no Python file; give the path of a script")
     try:

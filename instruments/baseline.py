@@ -33,7 +33,7 @@ class RandomBaseline(Instrument):
     def start(self, run):
         super().start(run)
         baseline = {"episodes": self.episodes, "mean_return": self.mean, "standard_deviation": self.deviation}
-        (run.folder / "random_baseline.json").write_text(json.dumps(baseline, indent=2))
+        (run.folder / "random_baseline.json").write_text(json.dumps(baseline, indent=2), encoding="utf-8")
         run.bar.set_postfix = partial(run.bar.set_postfix, random=f"{self.mean:.1f}")
         self.log({})
 

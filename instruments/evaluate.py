@@ -18,7 +18,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from common.arguments import note, one_line, stop
+from common.arguments import check_seeds, from_low, note, one_line, parse, stop
 from common.scripts import load
 from instruments.playing import MAX_STEPS, acting, make_env, play, record
 
@@ -39,9 +39,8 @@ class Args:
 
 def check(args):
     """Refuse numbers that are out of range."""
-    for name, low in (("episodes", 1), ("seed", 0), ("max_steps", 1)):
-        if getattr(args, name) < low:
-            stop(f"--{name.replace('_', '-')} {getattr(args, name)}: give a number from {low}")
+    from_low(1, args, "episodes", "max_steps")
+    check_seeds(args, "seed")
 
 
 def read_env_id(run, folder):
@@ -50,7 +49,7 @@ def read_env_id(run, folder):
     if not path.is_file():
         stop(f"RUN {run}: there is no {path}; give the folder of a run")
     try:
-        return str(json.loads(path.read_text())["env_id"])
+        return str(json.loads(path.read_text(encoding="utf-8"))["env_id"])
     except (ValueError, KeyError, TypeError) as error:
         stop(f"RUN {run}: {path} is damaged ({one_line(error)}); give the folder of another run")
 
@@ -146,7 +145,7 @@ def close(env, env_id):
 
 
 def main(words):
-    args = tyro.cli(Args, args=words, prog="python -m instruments evaluate", description=__doc__)
+    args = parse(Args, __doc__, words, "instruments evaluate")
     check(args)
     if not args.run.exists():
         stop(f"RUN {args.run}: there is no such folder; give the folder of a run")

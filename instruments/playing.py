@@ -77,7 +77,7 @@ def acting(policy, space, inputs):
         nonlocal state
         if begins:
             state = first_state
-        batch = torch.as_tensor(obs[None]).to(example.dtype)
+        batch = torch.from_numpy(np.array([obs], example.numpy().dtype))  # of lists and any strides and byte order
         with torch.no_grad():
             outputs = policy(batch, *state)
         actions, *state = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -113,7 +113,10 @@ def make_env(env_id, seed, render_mode=None):
         settings["camera_name"] = "track"  # follows the body, where the model has such a camera
     env = gym.make(env_id, **settings)
     if not isinstance(env.observation_space, gym.spaces.Box):
-        env = gym.wrappers.FlattenObservation(env)
+        with contextlib.suppress(NotImplementedError):  # of a user's own space
+            env = gym.wrappers.FlattenObservation(env)
+    if not isinstance(env.observation_space, gym.spaces.Box):
+        raise ValueError(f"its observations cannot be flattened to a vector: {env.observation_space}")
     return env
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tyro
 
-from common.arguments import refuse, stop
+from common.arguments import parse, refuse, stop
 
 try:
     from matplotlib.figure import Figure
@@ -57,7 +57,7 @@ def draw_run(all_axes, events, tags, label, color):
 def with_seed(folder, label):
     """A run's name in the legend, with its seed."""
     with contextlib.suppress(OSError, ValueError, KeyError):  # config.json is missing or damaged
-        label = f"{label}, seed {json.loads((folder / 'config.json').read_text())['seed']}"
+        label = f"{label}, seed {json.loads((folder / 'config.json').read_text(encoding='utf-8'))['seed']}"
     return label
 
 
@@ -102,4 +102,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, prog="python -m instruments.plots", description=__doc__))
+    main(parse(Args, __doc__))

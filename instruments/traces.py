@@ -14,7 +14,7 @@ def summary(path, steps):
 
     A gap is a time between two launches on the device in which it was idle.
     """
-    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    events = [event for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if event.get("ph") == "X"]
     on_device = sorted((e for e in events if e.get("cat") in ON_DEVICE), key=lambda event: event["ts"])
     found = {"steps": steps, "host": totals((e for e in events if e.get("cat") in ON_HOST), steps, 15)}
     if not on_device:

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import ray
+from ray._raylet import GcsClient
 from ray.exceptions import RayError, RayTaskError
 
 from common import processes
-from common.arguments import refuse
+from common.arguments import one_line, refuse, stop
 from common.folders import locked
 from launch import worker
 from launch.orders import Order
@@ -28,24 +29,27 @@ def connect(address, **settings):
     """
     address = address or os.environ.get("RAY_ADDRESS")
     settings |= {"log_to_driver": False, "logging_level": "ERROR"}
-    if not address:
-        ray.init(address="local", _node_ip_address=LOOPBACK, include_dashboard=False, **settings)
-    else:
-        try:
+    try:
+        if address:
             require_answer(address)
             ray.init(address=address, **settings)
-        except (OSError, RayError, ValueError, RuntimeError) as error:
-            refuse("address", address, f"no Ray cluster answers there ({str(error).splitlines()[0]})")
+        else:
+            ray.init(address="local", _node_ip_address=LOOPBACK, include_dashboard=False, **settings)
+    except (OSError, RayError, ValueError, RuntimeError) as error:
+        if address:
+            refuse("address", address, f"cannot connect to a Ray cluster there ({one_line(error)})")
+        stop(f"Ray does not start on this machine ({one_line(error)}); doc/many_runs.md shows runs without Ray")
     for module in (worker, processes):
         ray.cloudpickle.register_pickle_by_value(module)
     processes.end_as_at_ctrl_c()  # ray.init installs its own handlers
 
 
 def require_answer(address):
-    """Raise OSError if nothing listens at HOST:PORT; Ray itself would wait for minutes."""
+    """Raise an error if nothing listens at HOST:PORT or it refuses our token; Ray itself would wait for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host, int(port)), timeout=10).close()
+        GcsClient(address=address)
 
 
 class Cluster:
@@ -65,7 +69,7 @@ class Cluster:
                 self.slots = min(self.slots, sum(int(amount / number) for amount in there))
         self.session = secrets.token_hex(4)
         self.stop_file = Path(out) / "stop"
-        self.stop_file.write_text("")
+        self.stop_file.write_text("", encoding="utf-8")
         self.environment = {"OMP_NUM_THREADS": str(max(1, int(cpus)))}
         if mkl:
             library = shutil.copy(mkl_on_amd.library(), out)  # all machines can read it there
@@ -88,7 +92,8 @@ class Cluster:
     def stop(self):
         """End all runs; each saves a checkpoint."""
         with processes.undisturbed():
-            self.stop_file.write_text("stop")  # Ray can crash when it cancels a task that is just starting
+            # Ray can crash when it cancels a task that is just starting
+            self.stop_file.write_text("stop", encoding="utf-8")
             for task, order in self.tasks.items():
                 if worker.started(order.folder).get("session") == self.session:
                     outcome(task)

@@ -34,7 +34,7 @@ class Script:
         refuse_population(f"launch {self.path}", script)
         self.Args = script.Args
         self.prepare = getattr(script, "prepare", lambda args: None)
-        self.text = self.path.read_text()
+        self.text = self.path.read_text(encoding="utf-8")
         self.parsed = {}
         self.fields = {field.name.replace("_", "-"): field for field in dataclasses.fields(self.Args)}
 
@@ -139,7 +139,11 @@ def setting_name(setting):
 
 
 def folder_name(text):
-    return text.replace("/", "-").replace(", ", ",")
+    """`text` as the name of a folder; beyond 255 bytes, the limit of file systems, cut and with a hash."""
+    name = text.replace("/", "-").replace(", ", ",")
+    if len(name.encode()) <= 255:
+        return name
+    return f"{name.encode()[:180].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
 
 
 def refuse_ours(name, given, ours):

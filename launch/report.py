@@ -101,15 +101,17 @@ def write(orders, out, title, command):
             picture = curves.svg(curves.learning_figure(f"{title}, {env_id}", settings, "", styles))
             (out / f"curves_{folder_name(env_id)}.svg").write_bytes(picture)
             parts.append(inline(picture))
-    (out / "results.md").write_text(f"{shown.markdown()}\n")
-    (out / "results.json").write_text(json.dumps(groups, indent=1))
+    (out / "results.md").write_text(f"{shown.markdown()}\n", encoding="utf-8")
+    (out / "results.json").write_text(json.dumps(groups, indent=1), encoding="utf-8")
     write_page(out / "results.html", title, command, parts)
     return shown.markdown()
 
 
 def write_page(path, title, command, parts):
     """Write a self-contained page; `parts` are HTML."""
-    path.write_text(PAGE.format(title=html.escape(title), command=html.escape(command), body="\n".join(parts)))
+    path.write_text(
+        PAGE.format(title=html.escape(title), command=html.escape(command), body="\n".join(parts)), encoding="utf-8"
+    )
 
 
 def inline(svg):

@@ -15,7 +15,8 @@ from typing import Annotated
 
 import tyro
 
-from common.arguments import distinct, from_low
+from common import arguments
+from common.arguments import check_seeds, distinct, from_low
 from launch import orders, report
 from launch.board import Board
 from launch.cluster import Cluster, folder_of
@@ -59,8 +60,9 @@ class Args(Resources):
 def parse(words, kind, name, description):
     """Parse the arguments before the two dashes; returns them and the script's flags after the dashes."""
     at = words.index("--") if "--" in words else len(words)
-    args = tyro.cli(kind, args=words[:at], prog=f"python -m launch {name}", description=description)
+    args = arguments.parse(kind, description, words[:at], f"launch {name}")
     distinct(args, "seeds")
+    check_seeds(args, "seeds")
     from_low(0, args, "cpus_per_run", "gpus_per_run")
     return args, words[at + 1 :]
 

@@ -28,6 +28,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Annotated
 
 import optuna
@@ -39,7 +40,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from common import curves
-from common.arguments import from_low, refuse, stop
+from common.arguments import check_seeds, from_low, refuse, stop
 from common.tables import Table
 from launch import orders, report
 from launch.board import Board
@@ -118,7 +119,7 @@ def entries(args):
 def entries_in(path):
     """The entries of a TOML file, in the same form."""
     try:
-        found = tomllib.loads(path.read_text())
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         refuse("space", path, f"give a TOML file ({error})")
     for name, entry in found.items():
@@ -203,10 +204,11 @@ class Search:
             refuse("rungs", args.rungs, f"give fewer, or more than {self.total} steps")
         journal = self.folder / "journal.log"
         drop_unfinished_line(journal)
-        storage = JournalStorage(JournalFileBackend(str(journal)))
+        ours = SimpleNamespace(acquire=lambda: True, release=lambda: None)  # the folder is; a kill leaves Optuna's lock
+        storage = JournalStorage(JournalFileBackend(str(journal), ours))
         names = {"study_name": "tune", "load_if_exists": True, "direction": "maximize"}
         self.study = optuna.create_study(storage=storage, **names)
-        seed = args.search_seed + len(self.study.trials)  # a continued search proposes other settings
+        seed = (args.search_seed + len(self.study.trials)) % 2**32  # a continued search proposes other settings
         self.study.sampler = optuna.samplers.TPESampler(seed=seed)
         identity = {"space": {name: repr(kind) for name, kind in space.items()}, "flags": flags, "rungs": self.rungs}
         identity |= {"seeds": list(args.seeds), "env_id": args.env_id}
@@ -319,7 +321,7 @@ def main(words):
     orders.refuse_empty("env-id", [args.env_id])
     script = orders.Script(args.script)
     from_low(1, args, "trials", "rungs")
-    from_low(0, args, "search_seed")
+    check_seeds(args, "search_seed")
     space = search_space(script, args)
     orders.check_flags(script, flags, space, OURS)
     orders.ask(script, (), args.seeds, flags)
@@ -406,7 +408,7 @@ def write(search, command):
         f"{command}\n\nbest: {winner}",
         [f'<div class="wide">{table.html()}</div>', *pictures(search)],
     )
-    (search.folder / "results.md").write_text(f"{table.markdown()}\n\n    {winner}\n")
+    (search.folder / "results.md").write_text(f"{table.markdown()}\n\n    {winner}\n", encoding="utf-8")
     print(f"{table.markdown()}\n\n{winner}\n\n{search.folder / 'results.html'}")
 
 

@@ -60,12 +60,12 @@ def train(order):
     if done_step(folder) >= order["steps"]:
         return {"status": "done"}
     write(folder / STARTED, {"session": order["session"], "node": node})
-    if Path(order["stop"]).read_text():
+    if Path(order["stop"]).read_text(encoding="utf-8"):
         return {"status": "interrupted"}
     log_start = (folder / LOG).stat().st_size if (folder / LOG).exists() else 0
     process = start_script(order, folder)
     while process.poll() is None:
-        if Path(order["stop"]).read_text():
+        if Path(order["stop"]).read_text(encoding="utf-8"):
             interrupt(process, SECONDS_TO_STOP)
             return {"status": "interrupted"}
         time.sleep(0.1)
@@ -94,10 +94,10 @@ def started(folder):
 def start_script(order, folder):
     """Start the script as a process that ends with this one, however this one ends."""
     script = folder / order["script"]
-    script.write_text(order["text"])
+    script.write_text(order["text"], encoding="utf-8")
     words = [script, *order["flags"]]
     if order["until"]:
-        (folder / "until.py").write_text(UNTIL)
+        (folder / "until.py").write_text(UNTIL, encoding="utf-8")
         words = [folder / "until.py", order["until"], *words]
     checkpoint = furthest_checkpoint(folder)
     if checkpoint:
@@ -130,7 +130,7 @@ def summaries(folder):
     found = []
     for path in folder.glob("*/summary.json"):
         with contextlib.suppress(ValueError):  # the disk was full
-            found.append(json.loads(path.read_text()))
+            found.append(json.loads(path.read_text(encoding="utf-8")))
     return sorted(found, key=lambda summary: summary["global_step"])
 
 
@@ -148,7 +148,7 @@ def done_step(folder):
 def write(path, content):
     """Write a JSON file atomically."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "w") as file:
+    with open(temporary, "w", encoding="utf-8") as file:
         json.dump(content, file)
         file.flush()
         os.fsync(file.fileno())
@@ -158,7 +158,7 @@ def write(path, content):
 def read(path):
     """Read a file written by `write`; None if it is missing or damaged."""
     with contextlib.suppress(FileNotFoundError, ValueError):
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     return None
 
 

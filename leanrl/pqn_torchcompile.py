@@ -528,7 +528,8 @@ def refuse(name, value, remedy):
 
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs")
-AT_MOST = {"gamma": 1, "q_lambda": 1, "start_e": 1, "end_e": 1, "exploration_fraction": 1, "threads": os.cpu_count()}
+AT_MOST = {"gamma": 1, "q_lambda": 1, "start_e": 1, "end_e": 1, "exploration_fraction": 1}
+AT_MOST |= {"seed": 2**32 - 1, "threads": os.cpu_count()}
 
 
 def prepare(args):
@@ -542,7 +543,7 @@ def prepare(args):
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed % 2**32)  # NumPy's limit
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")

@@ -500,7 +500,7 @@ def refuse(name, value, remedy):
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "buffer_size", "batch_size")
 AT_LEAST_1 += ("update_frequency", "target_network_frequency")
-AT_MOST = {"gamma": 1, "tau": 1, "target_entropy_scale": 1, "threads": os.cpu_count()}
+AT_MOST = {"gamma": 1, "tau": 1, "target_entropy_scale": 1, "seed": 2**32 - 1, "threads": os.cpu_count()}
 
 
 def prepare(args):
@@ -514,7 +514,7 @@ def prepare(args):
     torch.set_float32_matmul_precision(args.matmul_precision)
     if args.threads:
         torch.set_num_threads(args.threads)
-    np.random.seed(args.seed % 2**32)  # NumPy's limit
+    np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")

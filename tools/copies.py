@@ -136,20 +136,22 @@ def add(name, source, target):
 def main(words):
     paths = sorted((ROOT / "leanrl").glob("*.py"))
     if words[:1] == ["--add"] and len(words) > 2:
-        sources = {path: path.read_text() for path in paths}
+        sources = {path: path.read_text(encoding="utf-8") for path in paths}
         has_it = [source for source in sources.values() if words[1] in definitions(source)]
         if not has_it:
             raise SystemExit(f"error: --add {words[1]}: no script has it")
-        for path in map(Path, words[2:]):
-            if words[1] not in definitions(path.read_text()):
-                path.write_text(add(words[1], has_it[0], path.read_text()))
-    elif len(words) == 1 and Path(words[0]).is_file():
-        origin = Path(words[0])
+        for path in (Path(word).expanduser() for word in words[2:]):
+            if words[1] not in definitions(path.read_text(encoding="utf-8")):
+                path.write_text(add(words[1], has_it[0], path.read_text(encoding="utf-8")), encoding="utf-8")
+    elif len(words) == 1 and (origin := Path(words[0]).expanduser()).is_file():
         for path in paths:
-            path.write_text(carry(origin, origin.read_text(), path, path.read_text()))
+            path.write_text(
+                carry(origin, origin.read_text(encoding="utf-8"), path, path.read_text(encoding="utf-8")),
+                encoding="utf-8",
+            )
     elif words:
         raise SystemExit(__doc__)
-    names = drifted({path: path.read_text() for path in paths})
+    names = drifted({path: path.read_text(encoding="utf-8") for path in paths})
     if names:
         print(f"these differ between scripts: {', '.join(names)}", file=sys.stderr)
         print("copy the right text to all: python tools/copies.py SCRIPT", file=sys.stderr)

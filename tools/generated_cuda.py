@@ -216,7 +216,7 @@ def assemble(path):
     """
     from torch._inductor.codecache import PyCodeCache
 
-    code = path.read_text()
+    code = path.read_text(encoding="utf-8")
     capability = int(re.search(r"cc=(\d+)", code)[1])
     kernels = KERNEL.findall(code)
     with described_card(capability):
@@ -824,5 +824,5 @@ def compiled_for_cuda(capability=90, check=False, execute=True, edit=lambda code
 
 
 if __name__ == "__main__":
-    for path in sorted(Path(sys.argv[1]).glob("*.py")):
+    for path in sorted(Path(sys.argv[1]).expanduser().glob("*.py")):
         print(f"{path.stem}: {assemble(path)} kernels", flush=True)

@@ -18,9 +18,9 @@ def gif(
     fps: int = 20,
 ):
     """Write `seconds` of a video, from second `start` on, as a GIF of `width` pixels."""
-    with VideoFileClip(str(video)) as clip:
+    with VideoFileClip(str(video.expanduser())) as clip:
         part = clip.subclipped(start, min(start + seconds, clip.duration))
-        part.resized(width=width).write_gif(str(output), fps=fps, logger=None)
+        part.resized(width=width).write_gif(str(output.expanduser()), fps=fps, logger=None)
 
 
 if __name__ == "__main__":

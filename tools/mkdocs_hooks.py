@@ -32,8 +32,8 @@ def on_files(files, config):
     """Add the first page, the report's, and those of the files that pages link to."""
     for file in [*files.documentation_pages()]:
         moved(file.content_string, file.src_uri, dirname(f"doc/{file.src_uri}"), config, files)
-    readme = BADGE.sub("", (ROOT / "README.md").read_text())
-    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    readme = BADGE.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     add(files, config, "index.md", f"---\nhide: [navigation]\n---\n{moved(readme, 'index.md', '', config, files)}")
     add(files, config, "contributing.md", moved(contributing, "contributing.md", "", config, files))
     add(files, config, "report.md", "---\nhide: [navigation, toc]\n---\n# Report\n")
@@ -49,7 +49,7 @@ def on_page_content(html, page, config, files):
     """The report with its own styles, which apply to nothing else."""
     if page.file.src_uri != "report.md":
         return html
-    report = (ROOT / "doc" / "report.html").read_text()
+    report = (ROOT / "doc" / "report.html").read_text(encoding="utf-8")
     style, body = re.search(r"<style>(.*?)</style>.*?<body>\s*<h1>.*?</h1>(.*)</body>", report, re.S).groups()
     return f'{html}<div class="report"><style>.report {{{style}}}</style>{body}</div>'
 
@@ -99,7 +99,7 @@ def place(path, config, files):
     file = ROOT / path
     if path.endswith(IMAGES):
         return add(files, config, f"files/{path}", file.read_bytes())
-    text = file.read_text() if file.is_file() else "\n".join(sorted(os.listdir(file)))
+    text = file.read_text(encoding="utf-8") if file.is_file() else "\n".join(sorted(os.listdir(file)))
     language = LANGUAGES.get(file.suffix, "text")
     page = f"---\nhide: [navigation, toc]\nsearch: {{exclude: true}}\n---\n# {path}\n\n````{language}\n{text}\n````\n"
     return add(files, config, f"files/{path}.md", page)

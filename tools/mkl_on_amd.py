@@ -22,17 +22,26 @@ int mkl_serv_intel_cpu(void) { return 1; }
 
 
 def library():
-    """The path of the library, built if missing; OSError or CalledProcessError if that fails."""
+    """The path of the library, built if missing; exits with one line if that fails."""
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leanrl" / "libmkl_on_amd.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        compiler = os.environ.get("CXX", "g++")
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            built = Path(folder) / path.name
-            command = [compiler, "-x", "c", "-shared", "-fPIC", "-o", str(built), "-"]
-            subprocess.run(command, input=SOURCE, text=True, check=True, capture_output=True)
-            os.replace(built, path)
+    try:
+        if not path.exists():
+            build(path)
+    except (OSError, subprocess.CalledProcessError) as error:
+        remedy = "install a C compiler, such as g++, or name one in CXX; XDG_CACHE_HOME names another folder"
+        print(f"error: {path} cannot be built ({error}): {remedy}", file=sys.stderr)
+        raise SystemExit(2) from None
     return path
+
+
+def build(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    compiler = os.environ.get("CXX", "g++")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        command = [compiler, "-x", "c", "-shared", "-fPIC", "-o", str(built), "-"]
+        subprocess.run(command, input=SOURCE, encoding="utf-8", check=True, capture_output=True)
+        os.replace(built, path)
 
 
 def is_for_this_machine():
@@ -44,11 +53,7 @@ def main():
     if not is_for_this_machine():
         print(f"error: {platform.system()} on {platform.machine()}: torch has MKL on x86 Linux only", file=sys.stderr)
         raise SystemExit(2)
-    try:
-        print(library())
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"error: install a C compiler, such as g++, or name one in CXX: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    print(library())
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ class Measurement:
     def say(self, text):
         line = f"{self.seconds:6.1f} s  {text}"
         print(line, flush=True)
-        with open(self.out / "log.txt", "a") as file:
+        with open(self.out / "log.txt", "a", encoding="utf-8") as file:
             print(line, file=file)
 
     def phase(self, name):
@@ -144,7 +144,7 @@ class Measurement:
 
     def note_failure(self, program):
         self.say(f"{program.name}: {program.ended[:150]}")
-        with open(self.out / "failures.log", "a") as file:
+        with open(self.out / "failures.log", "a", encoding="utf-8") as file:
             print(f"=== {program.name}: {program.ended}", *program.lines(60), sep="\n", file=file)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -303,6 +303,6 @@ class Measurement:
 
 def json_lines(path):
     """The lines of a file that are JSON, if there is one; the last one may not be complete yet."""
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    for line in path.read_text(errors="replace", encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             yield json.loads(line)

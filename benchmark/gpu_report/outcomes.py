@@ -20,7 +20,7 @@ class Outcomes:
         outcome = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 1)}
         if report.failed:
             outcome["says"] = report.longreprtext[-1500:]
-        with open(os.environ[FILE], "a") as file:
+        with open(os.environ[FILE], "a", encoding="utf-8") as file:
             print(json.dumps(outcome), file=file)
 
 

@@ -54,7 +54,7 @@ class Program:
 
     def lines(self, count):
         """The last lines of its output, without progress bars."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        text = self.log.read_text(errors="replace", encoding="utf-8") if self.log.exists() else ""
         return re.sub(r"[^\n]*\r", "", text).strip().splitlines()[-count:]
 
     def end(self, why=None):

@@ -15,7 +15,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-import gymnasium as gym
 import numpy as np
 import tyro
 from matplotlib.figure import Figure
@@ -24,7 +23,7 @@ from matplotlib.ticker import EngFormatter
 from benchmark import editions
 from benchmark.results import read as read_json
 from benchmark.results import replace, store
-from common.arguments import note, one_line, refuse, stop
+from common.arguments import at_home, note, one_line, refuse, stop
 from common.curves import COLORS, RETURN, last_tenth, moving_mean, plot, read_events, require_picture, scalars, seeds
 from common.folders import writable
 from common.tables import Table
@@ -59,6 +58,7 @@ def collect(
     With `minutes` it ends with the minutes since the run's start. Runs of one exp_name must have the same flags.
     A JSON file beside it has the date, the devices and the editions of the scripts.
     """
+    run_dir, output = at_home(run_dir), at_home(output)
     if steps < 1:
         refuse("steps", steps, "give at least 1")
     writable("output", output.parent)
@@ -114,15 +114,18 @@ def measure_random(output: tyro.conf.Positional[Path], env_id: str, seed: int = 
 
     Each of `num_envs` environments plays `games` games, of Atari whole ones.
     """
+    output = at_home(output)
     for name, value in (("games", games), ("num-envs", num_envs)):
         if value < 1:
             refuse(name, value, "give at least 1")
+    if not 0 <= seed <= 2**32 - num_envs:
+        refuse("seed", seed, f"give a number from 0 to {2**32 - num_envs}")
     writable("output", output.parent)
     try:
         returns = {seed + i: random_returns(env_id, seed + i, games) for i in range(num_envs)}
-    except gym.error.Error as error:
-        refuse("env-id", env_id, f"correct the name ({one_line(error)})")
-    with open(output, "a", newline="") as file:
+    except Exception as error:  # environments may raise anything
+        refuse("env-id", env_id, f"cannot be played ({one_line(error)}); correct the name or the environment")
+    with open(output, "a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         if file.tell() == 0:
             writer.writerow(COLUMNS)
@@ -146,7 +149,7 @@ def read(data):
     random = []
     env_id = None
     try:
-        with open(data) as file:
+        with open(data, encoding="utf-8") as file:
             for row in csv.DictReader(file):
                 env_id = row["env_id"]
                 name = list(row)[len(KEY)]
@@ -205,6 +208,7 @@ def draw(
     With `minutes` the horizontal axis has the minutes of `collect --minutes`. The mean of a random policy's returns is
     a dashed line, and so is `level`, such as a target.
     """
+    data, output = at_home(data), at_home(output)
     if window < 1:
         refuse("window", window, "give at least 1")
     require_picture(output)

@@ -141,7 +141,7 @@ def stale(results):
     """What is wrong with the committed tables, a line each."""
     lines = []
     for page, parts in texts(results).items():
-        committed = (ROOT / page).read_text()
+        committed = (ROOT / page).read_text(encoding="utf-8")
         for name, text in parts.items():
             if with_table(committed, name, text) != committed:
                 lines.append(f"error: {page}: table {name} is not what its data gives; run python -m benchmark.report")
@@ -166,10 +166,10 @@ def write(results):
     for kind, images in embedded.items():
         written["doc/report.html"][f"{kind} figures"] = "\n".join(images)
     for page, parts in written.items():
-        text = (ROOT / page).read_text()
+        text = (ROOT / page).read_text(encoding="utf-8")
         for name, part in parts.items():
             text = with_table(text, name, part)
-        (ROOT / page).write_text(text)
+        (ROOT / page).write_text(text, encoding="utf-8")
 
 
 def artifact(name):

@@ -81,7 +81,7 @@ def train(peer, checkout, algo, *words):
         "wall_seconds": time.perf_counter() - start - (slices.waited if slices else 0),
         "versions": versions() | {peer: commit(checkout)},
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
 
 
 def watch_cleanrl(algo, folder, on_log):
@@ -113,7 +113,7 @@ def watch_leanrl(algo, folder, on_log):
 def commit(checkout):
     """The checked-out commit, or None."""
     command = ["git", "-C", checkout, "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    return subprocess.run(command, capture_output=True, encoding="utf-8").stdout.strip() or None
 
 
 if __name__ == "__main__":

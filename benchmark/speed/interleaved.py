@@ -30,11 +30,11 @@ def main(name, *flags, train=scripts.train):
     train(script, args, on_start=on_start)
     (clock,) = clocks
     path = clock.run.folder / "summary.json"
-    summary = json.loads(path.read_text())  # its times include the slices of other processes
+    summary = json.loads(path.read_text(encoding="utf-8"))  # its times include the slices of other processes
     summary |= {"steady_sps": slices.steps_per_second, "warmup_seconds": clock.warmup_seconds}
     summary |= {"wall_seconds": summary["wall_seconds"] - slices.waited}
     summary["slice_speeds"] = [steps / seconds for steps, seconds in slices.done]
-    path.write_text(json.dumps(summary, indent=2))
+    path.write_text(json.dumps(summary, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from benchmark.speed import checkouts, rounds
 from benchmark.speed.monitor import Monitor
 from common import ROOT
 from common.algorithms import MEASURED
-from common.arguments import check, distinct, from_low, refuse, stop
+from common.arguments import check, check_seeds, distinct, from_low, refuse, stop
 from common.curves import learning_curve
 from common.folders import locked, writable
 from common.machine import machine, slug
@@ -395,7 +395,7 @@ def complete(args):
     check("algos", args.algos, MEASURED)
     distinct(args, "algos", "env_ids", "modes", "seeds")
     from_low(1, args, "total_timesteps", "num_envs")
-    from_low(0, args, "seeds")
+    check_seeds(args, "seeds")
     check_names(args.env_ids or ())
     known = dict.fromkeys(rounds.MODES | rounds.PEERS)
     with_mkl = dict.fromkeys(mode for mode in rounds.MKL_MODES if mode.removesuffix(rounds.MKL) in known)

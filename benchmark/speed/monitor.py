@@ -56,7 +56,7 @@ class Monitor:
     def save(self, name, folder):
         """Write the table of `name` to monitor.json in `folder`, if the monitor is enabled."""
         if self.on:
-            (folder / "monitor.json").write_text(json.dumps(self.table(name)))
+            (folder / "monitor.json").write_text(json.dumps(self.table(name)), encoding="utf-8")
 
     def table(self, name):
         """Columns and at most ROWS rows, each the mean over an equal number of samples."""

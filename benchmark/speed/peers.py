@@ -276,7 +276,7 @@ def train(peer, algo, *flags):
         "wall_seconds": time.perf_counter() - watch.start - (slices.waited if slices else 0),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES[peer]},
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2))
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
 
 
 def device_name(peer, device):

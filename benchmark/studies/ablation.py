@@ -52,7 +52,7 @@ def write_copy(algo, trick, folder):
     script = path_of(f"{algo}_torchcompile")
     path = folder / (trick.name if trick else UNTOUCHED) / script.name
     path.parent.mkdir(parents=True)
-    path.write_text(without(algo, trick) if trick else script.read_text())
+    path.write_text(without(algo, trick) if trick else script.read_text(encoding="utf-8"), encoding="utf-8")
     return path
 
 

@@ -106,9 +106,9 @@ def relative(got, wanted):
 
 def elliptic(xml_file, folder):
     """A copy of a model of gymnasium's in `folder`, with elliptic friction cones."""
-    model = (Path(mujoco_env.__file__).parent / "assets" / xml_file).read_text()
+    model = (Path(mujoco_env.__file__).parent / "assets" / xml_file).read_text(encoding="utf-8")
     path = Path(folder) / xml_file
-    path.write_text(model.replace("<option ", '<option cone="elliptic" ', 1))
+    path.write_text(model.replace("<option ", '<option cone="elliptic" ', 1), encoding="utf-8")
     return {"xml_file": str(path)}
 
 

@@ -44,7 +44,7 @@ def seconds_to_updates(algo, folder):
     process = start(words, folder / "log.txt", env=os.environ | cold(folder / "caches"), **pipes)
     try:
         if not process.stdout.readline():  # the first slice could begin
-            stop(f"{algo}: the run failed:\n{(folder / 'log.txt').read_text()[-1000:]}")
+            stop(f"{algo}: the run failed:\n{(folder / 'log.txt').read_text(encoding='utf-8')[-1000:]}")
         return time.perf_counter() - begin
     finally:
         end(process)

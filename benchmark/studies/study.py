@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmark import editions
 from benchmark.results import RESULTS, path_here, store
 from common.algorithms import MEASURED
-from common.arguments import check, distinct, from_low
+from common.arguments import check, check_seeds, distinct
 from common.folders import locked, writable
 from common.machine import machine
 
@@ -39,7 +39,7 @@ def checked(args, algos):
     if not isinstance(args, RoundsArgs):
         yield
         return
-    from_low(0, args, "seeds")
+    check_seeds(args, "seeds")
     with locked("run-dir", args.run_dir):
         yield
 

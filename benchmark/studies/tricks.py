@@ -39,7 +39,7 @@ def replacements(edits):
 
 def without(algo, trick):
     """The text of the turbo script without a trick; ValueError unless each text to replace occurs exactly once."""
-    source = path_of(f"{algo}_torchcompile").read_text()
+    source = path_of(f"{algo}_torchcompile").read_text(encoding="utf-8")
     for old, new in replacements(trick.edits):
         if source.count(old) != 1:
             raise ValueError(f"{algo}, {trick.name}: {source.count(old)} places, not one, with this text: {old}")

@@ -118,6 +118,7 @@ def test_numbers_out_of_range_are_refused(script, capsys):
         bad = [-1, math.nan]
         bad += [0] if AT_LEAST_1.match(name) else []
         bad += [1.5] if AT_MOST_1.fullmatch(name) else []
+        bad += [2**32] if name == "seed" else []  # NumPy takes no larger ones
         for value in bad:
             line = refused(capsys, partial(script.prepare, script.Args(**{name: value})))
             assert line.startswith(f"error: --{name.replace('_', '-')} {value}: give a number from ")
@@ -203,13 +204,6 @@ def test_a_tilde_is_the_home(either, tmp_path, monkeypatch):
     (folder,) = (tmp_path / "runs").iterdir()
     train(either, either.Args(**tiny(either) | args | {"total_timesteps": 200, "resume": f"~/runs/{folder.name}"}))
     assert len(list((tmp_path / "runs").iterdir())) == 2 and not (tmp_path / "~").exists()
-
-
-def test_a_seed_that_numpy_does_not_take(script, tmp_path):
-    """More than 32 bits."""
-    args = script.Args(**tiny(script) | {"seed": 5_000_000_000})
-    script.prepare(args)
-    make_envs(script, args).reset(seed=args.seed)
 
 
 def test_words_that_are_no_arguments(either, tmp_path):

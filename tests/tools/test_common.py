@@ -1,22 +1,28 @@
 """Code shared by the tools: training scripts under a tool, warm-up, processes, curves."""
 
+import ast
+import errno
+import fcntl
 import math
+import os
 import re
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import script_params, tiny, wait_for
-from helpers import RUN, refused
+from helpers import ROOT, RUN, python, refused
 from torch.utils.tensorboard import SummaryWriter
 
 from common import curves, folders, processes, scripts, steady
-from common.arguments import distinct, from_low
+from common.arguments import check_seeds, distinct, from_low, parse
 
 SCRIPT = f"""{RUN}
 events = []
@@ -92,6 +98,47 @@ def test_a_folder_is_one_programs_at_a_time(tmp_path, capsys):
         pass
 
 
+@pytest.mark.parametrize("kind", ["EAGAIN", "EACCES", "ENOSYS", "ENOTSUP", "ENOLCK"])
+def test_a_file_system_without_locks_is_no_other_command(kind, tmp_path, capsys, monkeypatch):
+    def flock(*_):
+        raise OSError(getattr(errno, kind), kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    entering = folders.locked("out", tmp_path).__enter__
+    if kind in ("EAGAIN", "EACCES"):
+        assert "another command is using" in refused(capsys, entering)
+    else:
+        assert entering() == tmp_path
+        line = f"note: {tmp_path} cannot be locked ({kind}); start no other command with it\n"
+        assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://bucket"])
+def test_a_bucket_is_no_folder(url, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = refused(capsys, folders.writable, "out", Path(url))
+    assert line == f"--out {Path(url)}: give a folder of this machine, such as one where that storage is mounted"
+    assert not list(tmp_path.iterdir())
+
+
+@dataclass
+class Paths:
+    runs: tuple[Path, ...]
+    out: Path = Path("runs")
+    space: Path | None = None
+
+
+def test_paths_begin_at_home(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = parse(Paths, "", ["--out=~/l", "--space=~/s", "--runs", "~/a", "b"], "tool")
+    assert args == Paths((tmp_path / "a", Path("b")), tmp_path / "l", tmp_path / "s")
+    line = refused(capsys, parse, Paths, "", ["--runs", "a", "--out=~nobody_here/l"], "tool")
+    assert line == "~nobody_here/l: there is no such home folder; give its path"
+    (tmp_path / "script.py").write_text("")
+    line = refused(capsys, scripts.load_given, "probe", "~/script.py")
+    assert line.startswith("probe ~/script.py: it has no `train`")
+
+
 @pytest.mark.parametrize(
     ("function", "given", "line"),
     [
@@ -100,6 +147,8 @@ def test_a_folder_is_one_programs_at_a_time(tmp_path, capsys):
         (partial(from_low, 0), math.inf, "--the-value inf: give a finite number from 0"),
         (partial(from_low, 2), (2, 1), "--the-value 1: give a finite number from 2"),
         (partial(from_low, 0), 0, None),
+        (check_seeds, 2**32, "--the-value 4294967296: give a number from 0 to 4294967295"),
+        (check_seeds, (0, 2**32 - 1), None),
         (partial(from_low, 1), None, None),
         (distinct, (), "--the-value : give at least one"),
         (distinct, (3, 5, 3), "--the-value 3: give it once"),
@@ -277,6 +326,41 @@ def test_the_speed_of_a_run_is_that_of_its_second_half(tmp_path):
     assert curves.late_speed(tmp_path) == 7
     (tmp_path / "nothing").mkdir()
     assert curves.late_speed(tmp_path / "nothing") is None
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_tables_are_printed_and_written_in_every_locale(tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from benchmark import results
+from common.tables import mean_and_deviation
+cell = mean_and_deviation([1, 3])
+results.replace(Path(sys.argv[1]), cell)
+print(cell)
+"""
+    done = python("-c", code, tmp_path / "table.md", env=os.environ | ASCII)
+    assert (done.returncode, done.stdout) == (0, "2.0 ? 1.4\n"), done.stderr
+    assert (tmp_path / "table.md").read_text(encoding="utf-8") == "2.0 ± 1.4"
+
+
+def opens_text(call):
+    """Whether a call opens a text file in the encoding of the locale."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", None))
+    if any(keyword.arg == "encoding" for keyword in call.keywords):
+        return False
+    if name == "open":
+        return not any(isinstance(arg, ast.Constant) and arg.value in ("rb", "wb", "ab") for arg in call.args)
+    return name in ("read_text", "write_text") or any(keyword.arg == "text" for keyword in call.keywords)
+
+
+def test_text_is_utf_8_in_every_locale():
+    folders = ("common", "instruments", "launch", "benchmark", "tools", "environments", "doc/examples")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        assert not [f"{path}:{call.lineno}" for call in calls if opens_text(call)]
 
 
 def test_arrows_run_one_way():

@@ -15,6 +15,7 @@ from helpers import ROOT, python, refused
 from torch import nn
 
 import common.scripts
+from benchmark.report import curves
 from instruments import __main__ as command
 from instruments import playing
 
@@ -81,6 +82,37 @@ class Parts(Corridor):
         return self.observation_space.sample(), *rest
 
 
+class Written(Corridor):
+    """Observations [place, steps] as `write` gives them."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.observation_space = gym.spaces.Box(-9, 9, (2,), np.float32)
+        self.write = write
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = 0.5
+        return self.write([0.5, 0.0]), {}
+
+    def step(self, action):
+        _, *rest = super().step(action)
+        return self.write([0.5, self.steps]), *rest
+
+
+class Own(gym.Space):
+    """A space of a user's own."""
+
+    def __repr__(self):
+        return "Own()"
+
+
+class Shapeless(Corridor):
+    def __init__(self, space):
+        super().__init__()
+        self.observation_space = space
+
+
 class Blank(Corridor):
     """Renders nothing."""
 
@@ -126,6 +158,23 @@ gym.register("DoubleCorridor-v0", entry_point=Corridor, kwargs={"dtype": np.floa
 gym.register("EndlessCorridor-v0", entry_point=Corridor, kwargs={"length": -1})
 gym.register("PartsCorridor-v0", entry_point=Parts)
 gym.register("BlankCorridor-v0", entry_point=Blank)
+WRITTEN = {
+    "list": lambda obs: obs,
+    "reversed": lambda obs: np.array(obs[::-1], np.float32)[::-1],
+    "big-endian": lambda obs: np.array(obs, ">f4"),
+    "float64": np.array,
+}
+for name, write in WRITTEN.items():
+    gym.register(f"Written-{name}-v0", entry_point=Written, kwargs={"write": write})
+SHAPELESS = {
+    "sequence": gym.spaces.Sequence(gym.spaces.Discrete(2)),
+    "graph": gym.spaces.Graph(gym.spaces.Discrete(2), None),
+    "own": Own(),
+    "parts": gym.spaces.Dict(one=gym.spaces.Discrete(2), other=gym.spaces.Sequence(gym.spaces.Discrete(2))),
+    "own-parts": gym.spaces.Dict(one=Own()),
+}
+for name, space in SHAPELESS.items():
+    gym.register(f"Shapeless-{name}-v0", entry_point=Shapeless, kwargs={"space": space})
 
 
 @pytest.fixture
@@ -193,6 +242,13 @@ def test_the_policy_sees_the_observations(make_run, capsys):
 def test_actions_keep_to_the_bounds_and_the_type_of_the_space(env_id, make_run, capsys):
     evaluate(make_run(env_id, Fixed([3.0]), (2,)), "--episodes", "2")
     assert capsys.readouterr().out == "2 episodes: mean return 5.00, standard deviation 0.00\n"
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_observations_of_any_kind_are_read(name, make_run, capsys):
+    """The policy answers 0.5, the first number of each, in five steps."""
+    evaluate(make_run(f"Written-{name}-v0", Copied(), (2,)), "--episodes", "2")
+    assert capsys.readouterr().out == "2 episodes: mean return 2.50, standard deviation 0.00\n"
 
 
 def test_observations_with_parts_are_flattened(make_run, capsys):
@@ -330,6 +386,15 @@ def test_an_environment_that_cannot_be_made(env_id, reason, make_run, refusal):
     assert f"{env_id} cannot be made" in message and reason in message
 
 
+@pytest.mark.parametrize("name", SHAPELESS)
+def test_observations_that_are_no_vector(name, make_run, refusal, capsys, tmp_path):
+    env_id = f"Shapeless-{name}-v0"
+    message = refusal(make_run(env_id, Fixed(0), (4,)))
+    assert f"{env_id} cannot be made (ValueError: its observations cannot be flattened to a vector: " in message
+    message = refused(capsys, curves.measure_random, tmp_path / "curves.csv", env_id)
+    assert message.startswith(f"--env-id {env_id}: cannot be played (ValueError: its observations cannot be flattened")
+
+
 @pytest.mark.parametrize(
     ("policy", "shape", "dtype", "reason"),
     [
@@ -406,9 +471,10 @@ def test_a_video_of_what_cannot_render(env_id, make_run, refusal):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--episodes 0", "--episodes 0: give a number from 1"),
-        ("--seed -1", "--seed -1: give a number from 0"),
-        ("--max-steps 0", "--max-steps 0: give a number from 1"),
+        ("--episodes 0", "--episodes 0: give a finite number from 1"),
+        ("--seed -1", "--seed -1: give a number from 0 to 4294967295"),
+        ("--seed 4294967296", "--seed 4294967296: give a number from 0 to 4294967295"),
+        ("--max-steps 0", "--max-steps 0: give a finite number from 1"),
     ],
 )
 def test_numbers_out_of_range(flags, message, make_run, refusal):

@@ -378,7 +378,8 @@ def add_summary(folder, **content):
         ("--env-ids Walk-v0 ''", "--env-ids '': name an environment, or leave this out"),
         ("--seeds", "--seeds : give at least one"),
         ("--seeds 1 2 1", "--seeds 1: give it once"),
-        ("--seeds -1", "--seed -1: give a number from 0"),
+        ("--seeds -1", "--seeds -1: give a number from 0 to 4294967295"),
+        ("--seeds 1 4294967296", "--seeds 4294967296: give a number from 0 to 4294967295"),
         ("--cpus-per-run nan", "--cpus-per-run nan: give a finite number from 0"),
         ("--gpus-per-run inf", "--gpus-per-run inf: give a finite number from 0"),
         ("--grid learning-rate 1 nan", "--learning-rate nan: give a number from 0"),
@@ -405,13 +406,46 @@ def test_bad_input_is_refused_in_one_line(script, words, said, capsys):
     [
         ("--cpus-per-run 9999", r"--cpus-per-run 9999.0: give at most \d+, as many as the largest machine has"),
         ("--gpus-per-run 1", r"--gpus-per-run 1.0: give at most 0, as many as the largest machine has"),
-        ("--address 127.0.0.1:1", r"--address 127.0.0.1:1: no Ray cluster answers there \(.*refused\)"),
+        ("--address 127.0.0.1:1", r"--address 127.0.0.1:1: cannot connect to a Ray cluster there \(.*refused\)"),
     ],
 )
 def test_what_the_cluster_has_not_is_refused(script, words, said):
     line = error_of(launch(script, *words.split()))
     assert re.fullmatch(said, line), line
     assert [path.name for path in (script.parent / "runs" / "walk").iterdir()] == ["lock"]
+
+
+def test_ray_that_does_not_start_here_says_why(script):
+    line = error_of(python(*words_of(script)[1:], env=os.environ | {"RAY_TMPDIR": "/sys/none"}))
+    assert re.fullmatch(r"Ray does not start on this machine \(PermissionError: .*\); doc/many_runs.md shows .*", line)
+
+
+HEAD = """
+from ray.cluster_utils import Cluster
+
+made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+print(made.address, flush=True)
+input()
+made.shutdown()
+"""
+
+
+def test_a_cluster_with_a_token_lets_in_who_sends_it(script):
+    """As doc/cluster.md starts it; without the variable, Ray sends no token and says so."""
+    home = os.environ | {"HOME": str(script.parent)}
+    token = home | {"RAY_AUTH_MODE": "token"}
+    assert python("-m", "ray.scripts.scripts", "get-auth-token", "--generate", env=home).returncode == 0
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HEAD], env=token, **pipes) as head:
+        address = head.stdout.readline().strip()
+        words = words_of(script, "--address", address, seeds=(1,))[1:]
+        without = python(*words, env=home | {"RAY_AUTH_MODE": "disabled"})
+        done = python(*words, env=token)
+        head.communicate("\n")
+    line = without.stderr.splitlines()[-1]
+    assert without.returncode == 2 and line.startswith(f"error: --address {address}: cannot connect to a Ray cluster")
+    assert "RAY_AUTH_MODE is currently 'disabled' (not 'token')" in line
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -421,6 +455,14 @@ def test_what_the_cluster_has_not_is_refused(script, words, said):
 def test_what_is_no_script_of_one_agent_is_refused(name, said, tmp_path, capsys):
     path = ROOT / "leanrl" / f"{name}.py"
     assert refused(capsys, run.main, [str(path), "--out", str(tmp_path)]).startswith(f"launch {path}: {said}")
+
+
+def test_a_long_setting_has_a_folder_of_its_own(script, tmp_path):
+    labels = [f"env-file={'ä' * 150}{end}" for end in "ab"]
+    made = [orders.order(orders.Script(script), None, {}, 1, [], tmp_path, 1, label=label) for label in labels]
+    for order in made:
+        order.place()
+    assert made[0].folder != made[1].folder and orders.folder_name("a/b=1, c=2") == "a-b=1,c=2"
 
 
 @pytest.mark.thorough
@@ -631,6 +673,15 @@ def test_a_search_goes_on_where_a_crash_has_cut_its_journal(cut, script):
     assert again.numbers == [1]
 
 
+@pytest.mark.parametrize("target", ["journal.log", "/a/folder/that/was/copied/journal.log"])
+def test_a_search_goes_on_where_a_kill_has_left_a_lock(target, script):
+    """Optuna waits half a minute for the lock of a program that is gone, and forever if the folder has moved."""
+    own = bracket(script, [3.0, 5.0, 4.0])
+    (script.parent / "journal.log.lock").symlink_to(target)
+    own.compare()
+    assert own.numbers == [1]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -644,10 +695,10 @@ def test_a_search_goes_on_where_a_crash_has_cut_its_journal(cut, script):
         ("--choice threads 1 --env-id ''", "--env-id '': name an environment, or leave this out"),
         ("--space none.toml", "--space none.toml: give a TOML file .*"),
         ("--choice threads 1 --trials 0", "--trials 0: give a finite number from 1"),
-        ("--choice threads 1 --search-seed -1", "--search-seed -1: give a finite number from 0"),
+        ("--choice threads 1 --search-seed 5000000000", "--search-seed 5000000000: give a number from 0 to 4294967295"),
         ("--choice threads 1 1", "--choice threads: give each value once"),
         ("--choice threads 1 --seeds 1 1", "--seeds 1: give it once"),
-        ("--choice threads 1 --seeds -1", "--seed -1: give a number from 0"),
+        ("--choice threads 1 --seeds -1", "--seeds -1: give a number from 0 to 4294967295"),
         ("--choice seed 1 2", "--choice seed: leave it out; --seeds sets it"),
         ("--range seed 1 9", "--range seed 1 9: leave it out; --seeds sets it"),
         ("--choice env_id Walk-v0", "--choice env_id: leave it out; --env-id sets it"),

@@ -67,7 +67,7 @@ def test_a_new_file_of_random_returns_has_a_header(tmp_path, monkeypatch):
     assert rows == [",".join(curves.COLUMNS), "random,Pong-v5,1,0,1.00", "random,Pong-v5,1,0,1.00"]
 
 
-@pytest.mark.parametrize(("flag", "value"), [("games", 0), ("num_envs", 0), ("env_id", "Pung-v5")])
+@pytest.mark.parametrize(("flag", "value"), [("games", 0), ("num_envs", 0), ("env_id", "Pung-v5"), ("seed", 2**32)])
 def test_random_policy_refuses(flag, value, tmp_path, capsys):
     settings = {"output": tmp_path / "curves.csv", "env_id": "Pong-v5"} | {flag: value}
     assert refused(capsys, curves.measure_random, **settings).startswith(f"--{flag.replace('_', '-')} {value}: ")

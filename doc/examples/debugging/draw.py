@@ -23,7 +23,7 @@ def train(name, instruments, flags):
     folder.mkdir(parents=True)
     if name != "healthy":
         script = folder / "script.py"
-        script.write_text(planted(name))
+        script.write_text(planted(name), encoding="utf-8")
     words = f"-m instruments {instruments} -- {script} {flags} --run-dir {folder}".split()
     subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
     return next(path for path in folder.iterdir() if path.is_dir())

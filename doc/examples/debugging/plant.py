@@ -36,7 +36,7 @@ BUGS = {  # the script, a text that is there once, and what becomes of it
 def planted(name):
     """The text of the script with the bug `name`."""
     script, old, new = BUGS[name]
-    source = (ROOT / "leanrl" / script).read_text()
+    source = (ROOT / "leanrl" / script).read_text(encoding="utf-8")
     if source.count(old) != 1:
         raise ValueError(f"{script}: {source.count(old)} places, not one, with this text: {old}")
     return source.replace(old, new)
@@ -47,7 +47,7 @@ def main(name="", path=""):
         print(f"error: {name or 'no name'}: give one of {', '.join(BUGS)}, and a file to write", file=sys.stderr)
         raise SystemExit(2)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(planted(name))
+    Path(path).write_text(planted(name), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def time_scripts():
 
 def machine():
     """The machine in words, and how torch runs on it."""
-    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    models = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{os.cpu_count()}-core {models[0]}, {memory:.0f} GiB, one thread, torch {torch.__version__.split('+')[0]}"
 
@@ -395,11 +395,11 @@ def main():
     parser.add_argument("--write", action="store_true", help="rewrite figures.json and doc/graph_breaks.md")
     parser.add_argument("--time", action="store_true", help="time all functions and updates, too")
     args = parser.parse_args()
-    data = measured(json.loads(DATA.read_text()), args.time)
+    data = measured(json.loads(DATA.read_text(encoding="utf-8")), args.time)
     print(table(data), full_table(data), sep="\n\n")
     if args.write:
-        DATA.write_text(json.dumps(data, indent=1) + "\n")
-        PAGE.write_text(with_figures(PAGE.read_text(), data))
+        DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(with_figures(PAGE.read_text(encoding="utf-8"), data), encoding="utf-8")
 
 
 if __name__ == "__main__":
