@@ -420,6 +420,14 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(autouse=True)
+def signal_handlers():
+    """Restore the handler of Ctrl-C, which a run whose last file cannot be written leaves behind."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.fixture(autouse=True)
 def fresh_compiler():
     """Reset the compiler: torch stops recompiling after some learners in one process."""
     torch._dynamo.reset()
