@@ -201,7 +201,7 @@ def test_code_on_the_page_is_that_of_the_files():
 
 def test_the_counts_are_those_of_the_table():
     rows = (DOC / "counted_costs.md").read_text().splitlines()
-    (eager,) = [i for i, row in enumerate(rows) if row.startswith("| SAC | eager | 273 + 33 |")]  # 306
+    (eager,) = [i for i, row in enumerate(rows) if row.startswith("| SAC | eager | 272 + 34 |")]  # 306
     assert rows[eager + 1].startswith("| | cudagraphs | 2.5 + 1 | 2.5 + 1 |")
 
 
