@@ -209,7 +209,7 @@ def test_a_crash_ends_one_run_alone_and_is_tried_again(script):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_an_interrupt_ends_runs_with_their_checkpoints_and_the_command_goes_on(script, kind, hangups):
     flags = ("--seconds", "0.3", "--checkpoint-interval", "1000")
     folder = script.parent / "runs" / "walk"
