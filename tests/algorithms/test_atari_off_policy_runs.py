@@ -331,7 +331,6 @@ def test_a_resumed_run_takes_other_random_actions(scripts, name, tmp_path, monke
             super().send(actions)
 
     play(scripts[name], monkeypatch, Watched)
-    sizes = {"learning_starts": 1000, "total_timesteps": 80}
-    folder, _ = train(scripts[name], tmp_path, **sizes)
-    train(scripts[name], tmp_path, **sizes | {"total_timesteps": 160, "resume": str(folder)})
+    folder, _ = train(scripts[name], tmp_path, learning_starts=79, total_timesteps=80)
+    train(scripts[name], tmp_path, learning_starts=1000, total_timesteps=160, resume=str(folder))
     assert len(taken) == 40 and taken[:20] != taken[20:]
