@@ -11,7 +11,7 @@ SCRIPTS = [scripts[name] for name in ATARI for scripts in (PLAIN, TURBO)] + [MUL
 STEPS, LIMIT, GAMES = 100, 70, 3  # of each game in a run; of a game; of games that are played together
 QUICK = (TURBO["ppo_atari"],)
 RUN = {"env_id": "Asteroids-v5", "num_envs": GAMES, "total_timesteps": STEPS * GAMES, "cuda": False, "threads": 1}
-OFF_POLICY = {"buffer_size": 1000, "learning_starts": 1000}
+OFF_POLICY = {"buffer_size": 1000, "learning_starts": STEPS * GAMES - 1}
 ON_POLICY = {"num_steps": STEPS, "num_minibatches": 1}
 
 
