@@ -188,7 +188,7 @@ NOT_FLAT = {
     "Sequence": gym.spaces.Sequence(VECTOR),
     "Graph": gym.spaces.Graph(VECTOR, None),
     "OwnSpace": OwnSpace(),
-    "DictOfSequence": gym.spaces.Dict(all=gym.spaces.Sequence(VECTOR)),
+    "DictOfSequence": gym.spaces.Dict(one=VECTOR, other=gym.spaces.Sequence(VECTOR)),
     "DictOfOwnSpace": gym.spaces.Dict(one=OwnSpace()),
 }
 SPACES = {

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import script_params, tiny
+from conftest import NOT_FLAT, script_params, tiny
 from helpers import ROOT, python, refused
 from torch import nn
 
@@ -100,13 +100,6 @@ class Written(Corridor):
         return self.write([0.5, self.steps]), *rest
 
 
-class Own(gym.Space):
-    """A space of a user's own."""
-
-    def __repr__(self):
-        return "Own()"
-
-
 class Shapeless(Corridor):
     def __init__(self, space):
         super().__init__()
@@ -166,14 +159,7 @@ WRITTEN = {
 }
 for name, write in WRITTEN.items():
     gym.register(f"Written-{name}-v0", entry_point=Written, kwargs={"write": write})
-SHAPELESS = {
-    "sequence": gym.spaces.Sequence(gym.spaces.Discrete(2)),
-    "graph": gym.spaces.Graph(gym.spaces.Discrete(2), None),
-    "own": Own(),
-    "parts": gym.spaces.Dict(one=gym.spaces.Discrete(2), other=gym.spaces.Sequence(gym.spaces.Discrete(2))),
-    "own-parts": gym.spaces.Dict(one=Own()),
-}
-for name, space in SHAPELESS.items():
+for name, space in NOT_FLAT.items():
     gym.register(f"Shapeless-{name}-v0", entry_point=Shapeless, kwargs={"space": space})
 
 
@@ -386,7 +372,7 @@ def test_an_environment_that_cannot_be_made(env_id, reason, make_run, refusal):
     assert f"{env_id} cannot be made" in message and reason in message
 
 
-@pytest.mark.parametrize("name", SHAPELESS)
+@pytest.mark.parametrize("name", NOT_FLAT)
 def test_observations_that_are_no_vector(name, make_run, refusal, capsys, tmp_path):
     env_id = f"Shapeless-{name}-v0"
     message = refusal(make_run(env_id, Fixed(0), (4,)))
