@@ -279,10 +279,17 @@ def test_track_logs_to_wandb_without_a_network(tmp_path, monkeypatch):
     assert list(next(tmp_path.iterdir()).glob("wandb/offline-run-*"))
 
 
-@pytest.mark.parametrize("script", [TURBO["dqn"], POPULATION], ids=stem)
-def test_tracked_runs_of_one_process_are_two(script, tmp_path, monkeypatch):
-    """The numbers of the second are not added to the first."""
+@pytest.fixture
+def wandb_offline(monkeypatch):
+    """Weights & Biases replaces TensorBoard's writer for the rest of the process, and then warns about each new one."""
     monkeypatch.setenv("WANDB_MODE", "offline")
+    yield
+    wandb.tensorboard.unpatch()
+
+
+@pytest.mark.parametrize("script", [TURBO["dqn"], POPULATION], ids=stem)
+def test_tracked_runs_of_one_process_are_two(script, tmp_path, wandb_offline):
+    """The numbers of the second are not added to the first."""
     for run_dir in (tmp_path / "1", tmp_path / "2"):
         script.train(script.Args(**tiny(script) | {"total_timesteps": 250, "track": True, "run_dir": str(run_dir)}))
         assert wandb.run is None
