@@ -204,8 +204,9 @@ class Search:
             refuse("rungs", args.rungs, f"give fewer, or more than {self.total} steps")
         journal = self.folder / "journal.log"
         drop_unfinished_line(journal)
-        ours = SimpleNamespace(acquire=lambda: True, release=lambda: None)  # the folder is; a kill leaves Optuna's lock
-        storage = JournalStorage(JournalFileBackend(str(journal), ours))
+        # The folder is locked already, and Optuna's own lock would outlive a kill.
+        no_lock = SimpleNamespace(acquire=lambda: True, release=lambda: None)
+        storage = JournalStorage(JournalFileBackend(str(journal), no_lock))
         names = {"study_name": "tune", "load_if_exists": True, "direction": "maximize"}
         self.study = optuna.create_study(storage=storage, **names)
         seed = (args.search_seed + len(self.study.trials)) % 2**32  # a continued search proposes other settings
