@@ -41,6 +41,7 @@ import tyro
 from gymnasium.vector import AutoresetMode
 from tensordict.nn import CudaGraphModule
 from torch import nn
+from torch._inductor.cpu_vec_isa import VecISA
 from torch.utils import collect_env
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.tensorboard import SummaryWriter
@@ -301,6 +302,7 @@ class PPO:
             torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
             torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
+            VecISA._avx_code = ""  # tests the compiler without torch's headers, which takes seconds
             options = torch._inductor.list_mode_options(self.args.compile_mode)
             if self.device.type == "cuda":
                 options["combo_kernels"] = True  # fewer kernels

@@ -47,6 +47,7 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import CudaGraphModule
 from torch import nn
+from torch._inductor.cpu_vec_isa import VecISA
 from torch.distributions import Categorical, Independent, Normal
 from torch.utils import collect_env
 from torch.utils._pytree import tree_leaves, tree_map
@@ -404,6 +405,7 @@ class PPO:
         if not self.args.compile:
             return function
         torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
+        VecISA._avx_code = ""  # tests the compiler without torch's headers, which takes seconds
         options = torch._inductor.list_mode_options(self.args.compile_mode)
         if self.device.type == "cuda":
             options["combo_kernels"] = True  # fewer kernels

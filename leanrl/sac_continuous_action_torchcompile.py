@@ -4,8 +4,8 @@ The algorithm is `SAC` and `train`. Below the line of dashes is the run, the sam
 The updates are those of the plain version, sac_continuous_action.py, but each action comes from a policy that lacks
 the newest update. Why it is faster:
 
-1. `--compile` compiles each part of an update, from sampling to Adam, into one graph. `--cudagraphs` captures each
-   part as a CUDA graph, which takes one launch (`SAC.fast`).
+1. `--compile` compiles each part of an update, from sampling to Adam, into one graph (`SAC.compiled`). `--cudagraphs`
+   captures each part as a CUDA graph, which takes one launch (`SAC.captured`).
 2. The critics run as one batched matmul per layer (`SAC.q_values`).
 3. The replay buffer is on the device: an environment step takes one copy in and one copy out (`SAC.observe`).
 4. Environments step while a CUDA device updates: the host waits only for its next actions (`train`).
@@ -42,6 +42,7 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import CudaGraphModule
 from torch import nn
+from torch._inductor.cpu_vec_isa import VecISA
 from torch.func import functional_call, stack_module_state, vmap
 from torch.utils import collect_env
 from torch.utils._pytree import tree_leaves, tree_map
@@ -161,6 +162,7 @@ class SAC:
         weights, buffers = stack_module_state(critics)
         self.critics = weights | buffers  # by name, (NUM_CRITICS, ...)
         self.target_critics = {name: tensor.detach().clone() for name, tensor in self.critics.items()}
+        self.tau = torch.tensor(args.tau, device=device)  # 0 in updates that leave the targets as they are
         self.optimizers = {
             "actor": Adam(self.actor.parameters(), args.policy_lr),
             "critics": Adam(self.critics.values(), args.q_lr),
@@ -188,13 +190,13 @@ class SAC:
         self.device_actions = self.host_actions.to(device)
         self.actions_arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
         self.low, self.high = envs.single_action_space.low, envs.single_action_space.high
-        self.update_critics = self.fast(self.update_critics, args.critic_compile_mode)  # replaces the method
-        self.update_actor = self.fast(self.update_actor)
-        self.update_targets = self.fast(self.update_targets)
-        self.store_and_act = self.fast(self.store_and_act)
+        self.update_critics = self.captured(self.compiled(self.update_critics, args.critic_compile_mode))
+        self.update_actor = self.compiled(self.update_actor)  # replaces the method
+        self.update_actor_repeatedly = self.captured(self.update_actor_repeatedly)
+        self.store_and_act = self.captured(self.compiled(self.store_and_act))
 
     def update_critics(self):
-        """Sample a new `batch`, also for `update_actor`, and update the critics."""
+        """Sample a new `batch`, also for `update_actor`, update the critics and move their targets by `tau`."""
         self.batch.copy_(self.replay.sample(self.uniform))
         obs, next_obs, actions, rewards, terminated = self.batch.split(self.widths, -1)
         actions = (actions - self.actor.bias) / self.actor.scale.clamp(min=1e-30)  # -1 to 1; equal bounds: 0
@@ -211,35 +213,39 @@ class SAC:
         self.keep(q_values=q.mean(-1).mean(), qf_loss=qf_loss)
         self.optimizers["critics"].step(qf_loss)
 
-    def update_actor(self):
+        # target networks
+        with torch.no_grad():
+            for target, learned in zip(self.target_critics.values(), self.critics.values(), strict=True):
+                if target.is_floating_point():  # BatchNorm has a count, too
+                    target.lerp_(learned, self.tau)
+
+    def update_actor_repeatedly(self):
         """Update the actor `policy_frequency` times on `batch`, and the entropy coefficient after each time."""
+        for noise, temperature_noise in self.actor_noise:
+            self.update_actor(noise, temperature_noise)
+
+    def update_actor(self, noise, temperature_noise):
+        """Update the actor, then the entropy coefficient, on `batch`; noise is standard normal (batch, act_dim)."""
         obs, *_ = self.batch.split(self.widths, -1)
         critics = {name: tensor.detach() for name, tensor in self.critics.items()}
+
+        # actor loss (eq. 7)
         mean, log_std = self.actor.gaussian(obs)
-        for noise, temperature_noise in self.actor_noise:
-            # actor loss (eq. 7)
-            actions, log_prob = self.actor.sample(mean, log_std, noise)
-            q = self.q_values(critics, obs, actions).amin(0)
-            actor_loss = (self.log_alpha.detach().exp() * log_prob - q).mean()
-            self.keep(actor_loss=actor_loss, entropy=-log_prob.mean())
-            self.optimizers["actor"].step(actor_loss)
-            mean, log_std = self.actor.gaussian(obs)  # of the new actor, for the temperature and the next step
+        actions, log_prob = self.actor.sample(mean, log_std, noise)
+        q = self.q_values(critics, obs, actions).amin(0)
+        actor_loss = (self.log_alpha.detach().exp() * log_prob - q).mean()
+        self.keep(actor_loss=actor_loss, entropy=-log_prob.mean())
+        self.optimizers["actor"].step(actor_loss)
 
-            # temperature (eq. 18)
-            if self.args.autotune:
-                with torch.no_grad():
-                    _, log_prob = self.actor.sample(mean, log_std, temperature_noise)
-                alpha_loss = (-self.log_alpha.exp() * (log_prob + self.target_entropy)).mean()
-                self.keep(alpha_loss=alpha_loss)
-                self.optimizers["alpha"].step(alpha_loss)
+        # temperature (eq. 18), with the new actor
+        if self.args.autotune:
+            with torch.no_grad():
+                mean, log_std = self.actor.gaussian(obs)
+                _, log_prob = self.actor.sample(mean, log_std, temperature_noise)
+            alpha_loss = (-self.log_alpha.exp() * (log_prob + self.target_entropy)).mean()
+            self.keep(alpha_loss=alpha_loss)
+            self.optimizers["alpha"].step(alpha_loss)
         self.keep(alpha=self.log_alpha.exp())
-
-    @torch.no_grad()
-    def update_targets(self):
-        """Move the target critics toward the critics."""
-        for target, learned in zip(self.target_critics.values(), self.critics.values(), strict=True):
-            if target.is_floating_point():  # BatchNorm has a count, too
-                target.lerp_(learned, self.args.tau)
 
     def q_values(self, critics, obs, actions):
         """Q(s, a) of all critics (NUM_CRITICS, batch)."""
@@ -253,12 +259,12 @@ class SAC:
         """Launch one update. On a CUDA device it may still be running when this returns."""
         self.uniform.uniform_()
         self.noise.normal_()
+        if self.args.target_network_frequency > 1:
+            self.tau.fill_(self.args.tau * (self.updates % self.args.target_network_frequency == 0))
         self.update_critics()
         if self.updates % self.args.policy_frequency == 0:
             self.actor_noise.normal_()
-            self.update_actor()
-        if self.updates % self.args.target_network_frequency == 0:
-            self.update_targets()
+            self.update_actor_repeatedly()
         self.updates += 1
 
     @torch.no_grad()
@@ -288,22 +294,29 @@ class SAC:
         self.actions_arrived.synchronize()
         return self.host_actions.numpy().clip(self.low, self.high)
 
-    def fast(self, function, compile_mode=None):
-        """Compile and capture `function`, which takes and returns nothing, as the flags request."""
-        if self.args.compile:
-            torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
-            torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
-            options = torch._inductor.list_mode_options(compile_mode or self.args.compile_mode)
-            if self.device.type == "cuda":
-                options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels; every sum is short
-                if torch.__version__ < "2.12":
-                    options["loop_ordering_after_fusion"] = False  # which fails in torch 2.11
-            function = torch.compile(function, fullgraph=True, options=options)
-        if self.args.cudagraphs:
-            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
-            function = CudaGraphModule(function, warmup=3)  # captures at the third call, after compilation
-        return function
+    def compiled(self, function, compile_mode=None):
+        """Compile `function` if --compile is set."""
+        if not self.args.compile:
+            return function
+        torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
+        torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+        torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
+        VecISA._avx_code = ""  # tests the compiler without torch's headers, which takes seconds
+        options = torch._inductor.list_mode_options(compile_mode or self.args.compile_mode)
+        if self.device.type == "cuda":
+            options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels; every sum is short
+            if torch.__version__ < "2.12":
+                options["loop_ordering_after_fusion"] = False  # which fails in torch 2.11
+        else:
+            options["cpp_wrapper"] = True  # calls kernels from C++
+        return torch.compile(function, fullgraph=True, options=options)
+
+    def captured(self, function):
+        """Capture `function`, which takes and returns nothing, as a CUDA graph if --cudagraphs is set."""
+        if not self.args.cudagraphs:
+            return function
+        logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
+        return CudaGraphModule(function, warmup=3)  # captures at the third call, after all compilation
 
     def keep(self, **scalars):
         """Keep scalars for the log, always in the same memory.

@@ -8,8 +8,8 @@ numbers and makes the same updates. How agents share the work:
    as for one agent (`SACPopulation.each`, `Together`, `PopulationAdam`).
 2. The replay buffer has this dimension, too: a step of all environments takes one copy in and one copy out
    (`SACPopulation.observe`).
-3. `--compile` compiles each part of an update, from sampling to Adam, into one graph. `--cudagraphs` captures each
-   part as a CUDA graph, which takes one launch for all agents (`SACPopulation.fast`).
+3. `--compile` compiles each part of an update, from sampling to Adam, into one graph (`SACPopulation.compiled`).
+   `--cudagraphs` captures each part as a CUDA graph, which takes one launch for all agents (`SACPopulation.captured`).
 4. Environments step while a CUDA device updates: the host waits only for its next actions (`train`).
 
     python leanrl/sac_population_torchcompile.py --env-id HalfCheetah-v5 --seeds 1 2 3 4 5 6 7 8 --compile --cudagraphs
@@ -48,6 +48,7 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import CudaGraphModule
 from torch import nn
+from torch._inductor.cpu_vec_isa import VecISA
 from torch.func import functional_call, stack_module_state, vmap
 from torch.utils import collect_env
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -187,7 +188,8 @@ class SACPopulation:
         alphas = [1.0 if args.autotune else max(agent.alpha, 1e-30) for agent in agents]
         self.log_alpha = torch.tensor(alphas, device=device).log().requires_grad_()
         self.gamma = torch.tensor([[agent.gamma] for agent in agents], device=device)
-        self.tau = torch.tensor([agent.tau for agent in agents], device=device)
+        self.taus = torch.tensor([agent.tau for agent in agents], device=device)
+        self.tau = self.taus.clone()  # 0 in updates that leave the targets as they are
         policy_lr, q_lr = [agent.policy_lr for agent in agents], [agent.q_lr for agent in agents]
         self.optimizers = {
             "actor": PopulationAdam(self.actor.net.state.values(), policy_lr),
@@ -215,13 +217,13 @@ class SACPopulation:
         self.host_actions = torch.zeros(count, args.num_envs, act_dim, pin_memory=on_cuda)
         self.device_actions = self.host_actions.to(device)
         self.actions_arrived = torch.cuda.Event() if on_cuda else torch.cpu.Event()
-        self.update_critics = self.fast(self.update_critics, args.critic_compile_mode)  # replaces the method
-        self.update_actor = self.fast(self.update_actor)
-        self.update_targets = self.fast(self.update_targets)
-        self.store_and_act = self.fast(self.store_and_act)
+        self.update_critics = self.captured(self.compiled(self.update_critics, args.critic_compile_mode))
+        self.update_actor = self.compiled(self.update_actor)  # replaces the method
+        self.update_actor_repeatedly = self.captured(self.update_actor_repeatedly)
+        self.store_and_act = self.captured(self.compiled(self.store_and_act))
 
     def update_critics(self):
-        """Sample a new `batch` per agent and update the critics."""
+        """Sample a new `batch` per agent, update the critics and move their targets by `tau`."""
         self.batch.copy_(self.replay.sample(self.uniform))
         obs, next_obs, actions, rewards, terminated = self.batch.split(self.widths, -1)
         actions = (actions - self.actor.bias) / self.actor.scale.clamp(min=1e-30)  # -1 to 1; equal bounds: 0
@@ -238,36 +240,40 @@ class SACPopulation:
         self.keep(q_values=q.mean(-1).mean(-1), qf_loss=qf_loss)
         self.optimizers["critics"].step(qf_loss.sum())
 
-    def update_actor(self):
+        # target networks
+        with torch.no_grad():
+            for target, learned in zip(self.target_critics.values(), self.critics.values(), strict=True):
+                if target.is_floating_point():  # BatchNorm has a count, too
+                    target.lerp_(learned, like(self.tau, learned))
+
+    def update_actor_repeatedly(self):
         """Update the actors `policy_frequency` times on `batch`, and the entropy coefficients after each time."""
+        for noise, temperature_noise in self.actor_noise.movedim(0, 2):
+            self.update_actor(noise, temperature_noise)
+
+    def update_actor(self, noise, temperature_noise):
+        """Update the actors, then the entropy coefficients; noise is standard normal (agents, batch, act_dim)."""
         obs, *_ = self.batch.split(self.widths, -1)
         critics = {name: tensor.detach() for name, tensor in self.critics.items()}
+
+        # actor loss (eq. 7)
         mean, log_std = self.actor.gaussian(obs)
-        for noise, temperature_noise in self.actor_noise.movedim(0, 2):
-            # actor loss (eq. 7)
-            actions, log_prob = self.actor.sample(mean, log_std, noise)
-            q = self.q_values(critics, obs, actions).amin(1)
-            alpha = self.log_alpha.exp().unsqueeze(-1)
-            actor_loss = (alpha.detach() * log_prob - q).mean(-1)
-            self.keep(actor_loss=actor_loss, entropy=-log_prob.mean(-1))
-            self.optimizers["actor"].step(actor_loss.sum())
-            mean, log_std = self.actor.gaussian(obs)  # of the new actors, for the temperature and the next step
+        actions, log_prob = self.actor.sample(mean, log_std, noise)
+        q = self.q_values(critics, obs, actions).amin(1)
+        alpha = self.log_alpha.exp().unsqueeze(-1)
+        actor_loss = (alpha.detach() * log_prob - q).mean(-1)
+        self.keep(actor_loss=actor_loss, entropy=-log_prob.mean(-1))
+        self.optimizers["actor"].step(actor_loss.sum())
 
-            # temperature (eq. 18)
-            if self.args.autotune:
-                with torch.no_grad():
-                    _, log_prob = self.actor.sample(mean, log_std, temperature_noise)
-                alpha_loss = (-alpha * (log_prob + self.target_entropy)).mean(-1)
-                self.keep(alpha_loss=alpha_loss)
-                self.optimizers["alpha"].step(alpha_loss.sum())
+        # temperature (eq. 18), with the new actors
+        if self.args.autotune:
+            with torch.no_grad():
+                mean, log_std = self.actor.gaussian(obs)
+                _, log_prob = self.actor.sample(mean, log_std, temperature_noise)
+            alpha_loss = (-alpha * (log_prob + self.target_entropy)).mean(-1)
+            self.keep(alpha_loss=alpha_loss)
+            self.optimizers["alpha"].step(alpha_loss.sum())
         self.keep(alpha=self.log_alpha.exp())
-
-    @torch.no_grad()
-    def update_targets(self):
-        """Move the target critics toward the critics."""
-        for target, learned in zip(self.target_critics.values(), self.critics.values(), strict=True):
-            if target.is_floating_point():  # BatchNorm has a count, too
-                target.lerp_(learned, like(self.tau, learned))
 
     def q_values(self, critics, obs, actions):
         """Q(s, a) of all critics (agents, NUM_CRITICS, batch)."""
@@ -293,13 +299,13 @@ class SACPopulation:
         for i, generator in enumerate(self.generators):
             self.uniform[i].uniform_(generator=generator)
             self.noise[i].normal_(generator=generator)
+        if self.args.target_network_frequency > 1:
+            self.tau.copy_(self.taus * (self.updates % self.args.target_network_frequency == 0))
         self.update_critics()
         if self.updates % self.args.policy_frequency == 0:
             for noise, generator in zip(self.actor_noise, self.generators, strict=True):
                 noise.normal_(generator=generator)
-            self.update_actor()
-        if self.updates % self.args.target_network_frequency == 0:
-            self.update_targets()
+            self.update_actor_repeatedly()
         self.updates += 1
 
     @torch.no_grad()
@@ -333,22 +339,29 @@ class SACPopulation:
         self.actions_arrived.synchronize()
         return np.nan_to_num(self.host_actions.numpy()).clip(self.action_space.low, self.action_space.high)
 
-    def fast(self, function, compile_mode=None):
-        """Compile and capture `function`, which takes and returns nothing, as the flags request."""
-        if self.args.compile:
-            torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
-            torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
-            torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
-            options = torch._inductor.list_mode_options(compile_mode or self.args.compile_mode)
-            if self.device.type == "cuda":
-                options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels; every sum is short
-                if torch.__version__ < "2.12":
-                    options["loop_ordering_after_fusion"] = False  # which fails in torch 2.11
-            function = torch.compile(function, fullgraph=True, options=options)
-        if self.args.cudagraphs:
-            logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
-            function = CudaGraphModule(function, warmup=3)  # captures at the third call, after compilation
-        return function
+    def compiled(self, function, compile_mode=None):
+        """Compile `function` if --compile is set."""
+        if not self.args.compile:
+            return function
+        torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
+        torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
+        torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
+        VecISA._avx_code = ""  # tests the compiler without torch's headers, which takes seconds
+        options = torch._inductor.list_mode_options(compile_mode or self.args.compile_mode)
+        if self.device.type == "cuda":
+            options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels; every sum is short
+            if torch.__version__ < "2.12":
+                options["loop_ordering_after_fusion"] = False  # which fails in torch 2.11
+        else:
+            options["cpp_wrapper"] = True  # calls kernels from C++
+        return torch.compile(function, fullgraph=True, options=options)
+
+    def captured(self, function):
+        """Capture `function`, which takes and returns nothing, as a CUDA graph if --cudagraphs is set."""
+        if not self.args.cudagraphs:
+            return function
+        logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture
+        return CudaGraphModule(function, warmup=3)  # captures at the third call, after all compilation
 
     def keep(self, **scalars):
         """Keep scalars for the log, always in the same memory.

@@ -42,6 +42,7 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import CudaGraphModule
 from torch import nn
+from torch._inductor.cpu_vec_isa import VecISA
 from torch.func import functional_call, stack_module_state, vmap
 from torch.utils import collect_env
 from torch.utils._pytree import tree_leaves, tree_map
@@ -170,7 +171,6 @@ class TD3:
         self.low, self.high = envs.single_action_space.low, envs.single_action_space.high
         self.update_critics = self.fast(self.update_critics, args.critic_compile_mode)  # replaces the method
         self.update_actor = self.fast(self.update_actor)
-        self.update_targets = self.fast(self.update_targets)
         self.store_and_act = self.fast(self.store_and_act)
 
     def update_critics(self):
@@ -190,7 +190,7 @@ class TD3:
         self.optimizers["critics"].step(qf_loss)
 
     def update_actor(self):
-        """Update the actor on `batch`."""
+        """Update the actor on `batch`, then move all target networks."""
         # actor loss, with the first critic only
         obs, *_ = self.batch.split(self.widths, -1)
         first = {name: tensor[0].detach() for name, tensor in self.critics.items()}
@@ -198,14 +198,13 @@ class TD3:
         self.keep(actor_loss=actor_loss)
         self.optimizers["actor"].step(actor_loss)
 
-    @torch.no_grad()
-    def update_targets(self):
-        """Move the target networks toward the learned networks."""
+        # target networks
         learned = [*self.actor.parameters(), *self.actor.buffers(), *self.critics.values()]
         targets = [*self.target_actor.parameters(), *self.target_actor.buffers(), *self.target_critics.values()]
-        for target, tensor in zip(targets, learned, strict=True):
-            if tensor.is_floating_point():  # BatchNorm has a count, too
-                target.lerp_(tensor, self.args.tau)
+        with torch.no_grad():
+            for target, tensor in zip(targets, learned, strict=True):
+                if tensor.is_floating_point():  # BatchNorm has a count, too
+                    target.lerp_(tensor, self.args.tau)
 
     def q_values(self, critics, obs, actions):
         """Q(s, a) of all critics (NUM_CRITICS, batch)."""
@@ -222,7 +221,6 @@ class TD3:
         self.update_critics()
         if self.updates % self.args.policy_frequency == 0:
             self.update_actor()
-            self.update_targets()
         self.updates += 1
 
     @torch.no_grad()
@@ -256,9 +254,12 @@ class TD3:
             torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
             torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
+            VecISA._avx_code = ""  # tests the compiler without torch's headers, which takes seconds
             options = torch._inductor.list_mode_options(compile_mode or self.args.compile_mode)
             if self.device.type == "cuda":
                 options |= {"combo_kernels": True, "split_reductions": False}  # fewer kernels; every sum is short
+            else:
+                options["cpp_wrapper"] = True  # calls kernels from C++
             function = torch.compile(function, fullgraph=True, options=options)
         if self.args.cudagraphs:
             logging.getLogger("tensordict").setLevel(logging.WARNING)  # it logs every capture

@@ -1,10 +1,11 @@
-"""Seconds from the start of a compiled run until its updates are compiled, with a cold and with a warm cache.
+"""Seconds from the start of a compiled run until its updates are compiled, with empty and with filled caches.
 
-    python -m benchmark.studies.start   # all scripts, three times each; half an hour on 2 cores
+    python -m benchmark.studies.start   # all scripts, three times each; 25 minutes on 2 cores
     python -m benchmark.report          # put the results into doc/speed.md
 
-A cold start has empty caches of compiled code, an empty temporary folder and an empty home. A warm start has those that
-the cold start before it has filled. Both include Python's imports.
+The first start on a machine has an empty home, an empty temporary folder and an empty cache of compiled code. A cold
+start has the temporary folder of the first, where torch keeps its precompiled headers. A warm start has the cache of
+the cold start before it, too. All include Python's imports.
 """
 
 import os
@@ -25,23 +26,25 @@ from common.arguments import from_low, parse, stop
 from common.processes import end, start
 from common.tables import spread
 
-HEADER = ("", "cold start, s", "warm start, s")
+STARTS = ("first", "cold", "warm")
+HEADER = ("", "first start on a machine, s", "cold start, s", "warm start, s")
 
 
 @dataclass
 class Args(study.Args):
     times: int = 3
-    """number of cold starts, each with a warm one after it"""
+    """number of cold starts after the first start, each with a warm one after it"""
 
 
-def seconds_to_updates(algo, folder):
-    """Start a compiled run whose caches are in `folder`; the seconds until all of its updates are compiled."""
+def seconds_to_updates(algo, folder, cache):
+    """Start a compiled run whose temporary folder and `cache` are in `folder`; the seconds until it is compiled."""
     flags = FULL_SOON if MEASURED[algo].off_policy else ""
     settings = RoundArgs(algo=algo, total_timesteps=MEASURED[algo].speed.quick_steps, flags=flags)
     words = command(settings, [*INTERLEAVED, f"{algo}_torchcompile", "--compile"], 1, folder / "runs")
     begin = time.perf_counter()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = start(words, folder / "log.txt", env=os.environ | cold(folder / "caches"), **pipes)
+    environment = os.environ | cold(folder / "home") | {"TORCHINDUCTOR_CACHE_DIR": str(folder / cache)}
+    process = start(words, folder / "log.txt", env=environment, **pipes)
     try:
         if not process.stdout.readline():  # the first slice could begin
             stop(f"{algo}: the run failed:\n{(folder / 'log.txt').read_text(encoding='utf-8')[-1000:]}")
@@ -51,25 +54,27 @@ def seconds_to_updates(algo, folder):
 
 
 def measure(args, algo):
-    """Seconds of each cold and each warm start."""
-    found = {"cold": [], "warm": []}
-    for _ in range(args.times):
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            for seconds in found.values():
-                seconds.append(seconds_to_updates(algo, Path(folder)))
-    medians = {cache: round(statistics.median(seconds), 1) for cache, seconds in found.items()}
+    """Seconds of each start, in lists by the names in `STARTS`."""
+    found = {name: [] for name in STARTS}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        found["first"].append(seconds_to_updates(algo, Path(folder), "first"))
+        for cache in map(str, range(args.times)):
+            for name in ("cold", "warm"):
+                found[name].append(seconds_to_updates(algo, Path(folder), cache))
+    medians = {name: round(statistics.median(seconds), 1) for name, seconds in found.items()}
     print(named(algo), medians, file=sys.stderr)
     return {"seconds": found}
 
 
 def rows(data):
     """The table row of one algorithm's results."""
-    return [[named(data["algo"]), *(spread(data["seconds"][cache], "{:.0f}") for cache in ("cold", "warm"))]]
+    seconds = data["seconds"]  # older results lack the cold starts
+    return [[named(data["algo"]), *(spread(seconds[name], "{:.0f}") if name in seconds else "" for name in STARTS)]]
 
 
 def table(results):
     """A Markdown table for each measured machine."""
-    return editions.tables(stored(results, "start", MEASURED), HEADER, rows, ["all", "not measured", "not measured"])
+    return editions.tables(stored(results, "start", MEASURED), HEADER, rows, ["all", *["not measured"] * 3])
 
 
 def main(args):

@@ -84,15 +84,12 @@ def batched_critics(learner):
     )
 
 
-def fast_acting(learner):
-    return Trick(
-        "compiled_acting",
-        f"{learner}.fast",
-        "acting and storing compiled too",
-        ("compile",),
-        "-        self.store_and_act = self.fast(self.store_and_act)",
-    )
+def compiled_acting(where, line):
+    return Trick("compiled_acting", where, "acting and storing compiled too", ("compile",), f"-        {line}")
 
+
+SAC_ACTING = compiled_acting("SAC.compiled", "self.store_and_act = self.captured(self.compiled(self.store_and_act))")
+TD3_ACTING = compiled_acting("TD3.fast", "self.store_and_act = self.fast(self.store_and_act)")
 
 DIRECT_ENVS = Trick(
     "direct_envs",
@@ -295,8 +292,8 @@ PQN_TARGETS = Trick(
 """,
 )
 TRICKS = {
-    "sac_continuous_action": (batched_critics("SAC"), OWN_ADAM, fast_acting("SAC")),
-    "td3_continuous_action": (batched_critics("TD3"), TD3_FIRST_CRITIC, OWN_ADAM, TD3_SAMPLING, fast_acting("TD3")),
+    "sac_continuous_action": (batched_critics("SAC"), OWN_ADAM, SAC_ACTING),
+    "td3_continuous_action": (batched_critics("TD3"), TD3_FIRST_CRITIC, OWN_ADAM, TD3_SAMPLING, TD3_ACTING),
     "ppo_continuous_action": (
         numpy_acting("mean_actions", "host_agent.actor"),
         DIRECT_ENVS,

@@ -1,12 +1,18 @@
-"""--compile-mode reaches torch.compile for each function; no value adds CUDA graphs to those of --cudagraphs."""
+"""--compile-mode reaches torch.compile for each function; what the scripts change in torch's compilation."""
 
 import itertools
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 import torch
-from conftest import TURBO, assert_close_in_norm, learnt, make_learner
+from conftest import TURBO, VARIANTS, assert_close_in_norm, learnt, make_learner
+from copies import ROOT
 from test_edits import take_step, trace_only
+from torch._inductor.cpu_vec_isa import VecISA
 
 SEPARATE_CRITICS = ("sac", "td3")
 AUTOTUNED = "max-autotune-no-cudagraphs"
@@ -72,3 +78,33 @@ def test_each_learner_of_a_process_has_its_own_settings(name, monkeypatch):
                 take_step(learner, i)
             eager, compiled = map(learnt, learners)
             assert_close_in_norm(compiled, eager, 1e-4, least=1e-6)
+
+
+@pytest.mark.parametrize("script", [*TURBO.values(), *VARIANTS], ids=lambda script: script.__name__)
+def test_the_compiler_is_tested_without_torchs_headers(script, recorded, monkeypatch):
+    monkeypatch.setattr(VecISA, "_avx_code", "#include <ATen/cpu/vec/vec.h>")
+    (learner,) = (value for value in vars(script).values() if isinstance(value, type) and hasattr(value, "losses"))
+    compiled = learner.fast if hasattr(learner, "fast") else learner.compiled
+    compiled(SimpleNamespace(args=script.Args(compile=True), device=torch.device("cpu")), lambda: None)
+    assert VecISA._avx_code == ""
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="needs a processor with AVX-512")
+@pytest.mark.parametrize(("rejected", "found"), [("nothing", "avx512"), ("-mavx512", "avx2")])
+def test_a_compiler_without_avx512_compiles_for_avx2(rejected, found, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"""#!/bin/sh
+case "$*" in *{rejected}*) exit 1;; esac
+exec g++ "$@"
+""")
+    compiler.chmod(0o755)
+    program = """
+import types, torch
+from leanrl.pqn_torchcompile import PQN, Args
+PQN.compiled(types.SimpleNamespace(args=Args(compile=True), device=torch.device("cpu")), lambda: None)
+print(torch._inductor.cpu_vec_isa.pick_vec_isa())
+"""
+    environment = os.environ | {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.split()[0] == found
