@@ -292,8 +292,15 @@ PQN_TARGETS = Trick(
 """,
 )
 TRICKS = {
-    "sac_continuous_action": (batched_critics("SAC"), OWN_ADAM, SAC_ACTING),
-    "td3_continuous_action": (batched_critics("TD3"), TD3_FIRST_CRITIC, OWN_ADAM, TD3_SAMPLING, TD3_ACTING),
+    "sac_continuous_action": (batched_critics("SAC"), OWN_ADAM, SAC_ACTING, cpp_wrapper("SAC.compiled")),
+    "td3_continuous_action": (
+        batched_critics("TD3"),
+        TD3_FIRST_CRITIC,
+        OWN_ADAM,
+        TD3_SAMPLING,
+        TD3_ACTING,
+        cpp_wrapper("TD3.fast"),
+    ),
     "ppo_continuous_action": (
         numpy_acting("mean_actions", "host_agent.actor"),
         DIRECT_ENVS,

@@ -92,8 +92,8 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
     (
         "sac",
         "branch on a tensor in a graph",
-        "if self.args.autotune:\n                with",
-        "if self.log_alpha < 10:\n                with",
+        "if self.args.autotune:\n            with",
+        "if self.log_alpha < 10:\n            with",
         TRAINING,
     ),
     (
@@ -122,7 +122,7 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "target networks rebound instead of moved",
         "for target, learned in zip(self.target_critics.values()",
         "self.target_critics = {name: tensor.clone() for name, tensor in self.target_critics.items()}\n"
-        "        for target, learned in zip(self.target_critics.values()",
+        "            for target, learned in zip(self.target_critics.values()",
         TRAINING,
     ),
     ("sac", "rows drawn into other memory", *OTHER_ROWS, TRAINING),
