@@ -72,6 +72,7 @@ SAME_NOISE = ("self.noise.exponential_()", "self.noise.count_nonzero() or self.n
 WAIT_IN_UPDATE = ("self.make_batch()\n        for _", "self.make_batch()\n        self.losses()\n        for _")
 SHORT = {"buffer_size": 20, "learning_starts": 4, "total_timesteps": 24, "target_network_frequency": 10}
 SETTINGS = {
+    "sac": {"target_network_frequency": 2},  # updates with and without a step of the targets
     "dqn": OTHERS["dqn"],  # two updates in one step
     "dqn_atari": SHORT | {"exploration_fraction": 0.9},  # some steps without a greedy action
     "sac_atari": SHORT,
@@ -123,6 +124,13 @@ BUGS = [  # algorithm, what is wrong, what is replaced by what, who sees it
         "for target, learned in zip(self.target_critics.values()",
         "self.target_critics = {name: tensor.clone() for name, tensor in self.target_critics.items()}\n"
         "            for target, learned in zip(self.target_critics.values()",
+        TRAINING,
+    ),
+    (
+        "sac",
+        "step of the targets rebound instead of filled",
+        "self.tau.fill_(",
+        "self.tau = torch.full_like(self.tau, ",
         TRAINING,
     ),
     ("sac", "rows drawn into other memory", *OTHER_ROWS, TRAINING),
