@@ -193,7 +193,7 @@ class DQN:
             torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
             torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
             torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
-            VecISA._avx_code = ""  # tests the compiler without torch's headers, which takes seconds
+            VecISA._avx_code = ""  # the program that inductor tests g++ with; its own takes seconds
             options = torch._inductor.list_mode_options(self.args.compile_mode)
             if self.device.type == "cuda":
                 options["combo_kernels"] = True  # fewer kernels

@@ -371,7 +371,7 @@ class FastTD3:
         torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
         torch._dynamo.config.trace_autograd_ops = True  # allows torch.autograd.grad in a compiled function
         torch.autograd.set_multithreading_enabled(False)  # keeps the backward pass in the traced thread
-        VecISA._avx_code = ""  # tests the compiler without torch's headers, which takes seconds
+        VecISA._avx_code = ""  # the program that inductor tests g++ with; its own takes seconds
         options = torch._inductor.list_mode_options(self.args.compile_mode)
         if torch.__version__ < "2.12":
             options["reorder_for_peak_memory"] = False  # it lets gradients read weights that are already updated

@@ -405,7 +405,7 @@ class PPO:
         if not self.args.compile:
             return function
         torch._dynamo.reset()  # otherwise torch stops recompiling after some learners in one process
-        VecISA._avx_code = ""  # tests the compiler without torch's headers, which takes seconds
+        VecISA._avx_code = ""  # the program that inductor tests g++ with; its own takes seconds
         options = torch._inductor.list_mode_options(self.args.compile_mode)
         if self.device.type == "cuda":
             options["combo_kernels"] = True  # fewer kernels
