@@ -669,14 +669,18 @@ def test_scripts_understand_the_flags_of_the_modes(algo):
 
 
 def test_a_warm_start_finds_what_the_cold_one_left(tmp_path, monkeypatch):
-    """Each run of this program takes a second longer without its cache, and prints a line once it is warm."""
+    """Each run of this program takes a second longer without its cache or headers, and prints a line once it is warm.
+
+    The headers are in the temporary folder, as torch's are.
+    """
     body = """
 import os, time
 from pathlib import Path
-cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "code")
-if not cache.exists():
-    time.sleep(1)
-cache.touch()
+for path in Path(os.environ["TMPDIR"], "headers"), Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "code"):
+    if not path.exists():
+        time.sleep(1)
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
 print("0 0.0", flush=True)
 time.sleep(60)
 """
@@ -684,10 +688,14 @@ time.sleep(60)
     path.write_text(body)
     monkeypatch.setattr(start, "INTERLEAVED", (path,))
     seconds = start.measure(start.Args(times=2), "dqn")["seconds"]
-    assert all(len(found) == 2 for found in seconds.values())
+    assert [len(found) for found in seconds.values()] == [1, 2, 2]
+    assert min(seconds["first"]) > max(seconds["cold"]) + 0.5
     assert min(seconds["cold"]) > 1 and max(seconds["warm"]) < min(seconds["cold"]) - 0.5
-    assert start.rows({"algo": "dqn", "seconds": {"cold": [20.2, 31.0, 25.4], "warm": [5.0] * 3}}) == [
-        ["DQN, CartPole-v1", "25 (20 to 31)", "5"]
+    assert start.rows({"algo": "dqn", "seconds": {"first": [30.2], "cold": [20.2, 31.0, 25.4], "warm": [5.0] * 3}}) == [
+        ["DQN, CartPole-v1", "30", "25 (20 to 31)", "5"]
+    ]
+    assert start.rows({"algo": "dqn", "seconds": {"first": [30.2], "warm": [5.0]}}) == [
+        ["DQN, CartPole-v1", "30", "", "5"]
     ]
 
 
