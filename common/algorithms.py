@@ -74,6 +74,8 @@ class Algorithm:
     @property
     def short(self):
         """The name in tests."""
+        if self.script == "ppo":
+            return "ppo_discrete"  # ppo is that for continuous actions
         for ending in ("_continuous_action", "_envpool", "_envs"):
             if self.script.endswith(ending):
                 return self.script.removesuffix(ending)
@@ -268,6 +270,27 @@ ENTRIES = (
             f"{REPORT_ROLLOUT} --num-steps 64",
             f"{TESTS}ppo.py::test_modes_agree[{{device}}-10-None-{{mode}}]",
         ),
+    ),
+    Algorithm(
+        "ppo",
+        "PPO, discrete actions",
+        page="doc/ppo_discrete.md",
+        env_id=CARTPOLE,
+        env_ids=CLASSIC,
+        budget=MILLION // 2,
+        published={"CartPole": "490.04 ± 6.12", "Acrobot": "-86.36 ± 1.32", "MountainCar": "-200.00 ± 0.00"},
+        tiny=TINY_ROLLOUT | {"env_id": CARTPOLE},
+        small=SMALL_ROLLOUT | {"env_id": CARTPOLE},
+        emulated=EMULATED_ROLLOUT | {"env_id": CARTPOLE},
+        others={"env_id": "Masked-v0", "num_envs": 2, "target_kl": 0.05, "clip_vloss": False},
+        generated={"total_timesteps": 48},
+        functions={"update_minibatch"},
+        counted=({}, 128),
+        peers=("sb3", "sbx", "cleanrl"),
+        peer_flags=PPO_FLAGS,
+        speed=Speed(steps=400_000, quick_steps=150_000, plain=5000, compiled=25_000),
+        scaling=Scaling(iteration=512, batches=(32, 128, 512)),
+        left_out={"gpu_report": SHORT_OF_TIME},
     ),
     Algorithm(
         "ppo_lstm",

@@ -135,6 +135,51 @@ class DiscreteCountdown(Countdown):
         return obs, float(action) if self.pays else reward, *rest
 
 
+class Masked(gym.Env):
+    """Episodes of `length` steps. Each state allows some choices of each part of an action, and others raise an error.
+
+    Observations have a random number for each choice. The reward is 1 for each part whose choice has the highest number
+    of those that are allowed. Masks are those of gymnasium: an array, or a tuple of one for each part. The mask of an
+    episode's last state allows nothing. `change(info, steps)` may spoil an info.
+    """
+
+    def __init__(self, actions=None, length=10, terminates=False, dtype=np.int8, change=lambda info, steps: None):
+        self.action_space = gym.spaces.Discrete(4, start=5) if actions is None else actions
+        discrete = isinstance(self.action_space, gym.spaces.Discrete)
+        self.sizes = [self.action_space.n] if discrete else self.action_space.nvec
+        self.observation_space = gym.spaces.Box(0, 1, (sum(self.sizes),), np.float32)
+        self.length, self.terminates, self.dtype, self.change = length, terminates, dtype, change
+
+    def state(self):
+        self.masks = [self.np_random.random(size) < 0.5 for size in self.sizes]
+        for mask in self.masks:
+            mask[self.np_random.integers(len(mask))] = self.steps < self.length  # at least one
+            mask &= self.steps < self.length
+        obs = self.np_random.random(sum(self.sizes), np.float32)
+        self.numbers = np.split(obs, np.cumsum(self.sizes)[:-1])
+        masks = tuple(mask.astype(self.dtype) for mask in self.masks)
+        info = {"action_mask": masks[0] if len(masks) == 1 else masks}
+        self.change(info, self.steps)
+        return obs, info
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.state()
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        choices = np.ravel(action - self.action_space.start)
+        reward = 0.0
+        for choice, mask, numbers in zip(choices, self.masks, self.numbers, strict=True):
+            assert mask[choice], f"{action} is not allowed by {self.masks}"
+            reward += choice == np.where(mask, numbers, -1).argmax()
+        self.steps += 1
+        ended = self.steps == self.length
+        obs, info = self.state()
+        return obs, reward, ended and self.terminates, ended and not self.terminates, info
+
+
 class PushAnything(gym.Env):
     """An environment whose actions (1,) change nothing; observations are samples of `space`."""
 
@@ -152,6 +197,11 @@ class PushAnything(gym.Env):
         self.steps += 1
         return self.observation_space.sample(), 1.0, False, self.steps == 10, {}
 
+
+THREE_PARTS = gym.spaces.MultiDiscrete([2, 3, 4], start=[0, 7, -2])
+gym.register("Masked-v0", entry_point=Masked)
+gym.register("MaskedParts-v0", entry_point=Masked, kwargs={"actions": THREE_PARTS})
+gym.register("MaskedTerminates-v0", entry_point=Masked, kwargs={"length": 3, "terminates": True})
 
 UNEQUAL = {"low": [-1.0, -10.0, 0.0], "high": [3.0, -8.0, 0.5]}
 ENVIRONMENTS = {
