@@ -108,6 +108,7 @@ CHEETAH, CARTPOLE, BREAKOUT, BEAM_RIDER = "HalfCheetah-v5", "CartPole-v1", "Brea
 WALKERS = (CHEETAH, "Hopper-v5", "Walker2d-v5")
 SIX = (*WALKERS, "InvertedPendulum-v5", "Humanoid-v5", "Pusher-v5")
 CLASSIC = (CARTPOLE, "Acrobot-v1", "MountainCar-v0")
+MASKED = ("Taxi-v4", "benchmark.masked_tasks:TaxiWithoutMasks-v0", "benchmark.masked_tasks:HighOrLow-v0")
 GAMES = (BREAKOUT, "Pong-v5", BEAM_RIDER)
 WORLDS = "tests.torch_pendulum"  # environments whose steps are tensors on the device
 ALL_PEERS = ("sb3", "sbx", "cleanrl", "leanrl-2024")
@@ -276,7 +277,7 @@ ENTRIES = (
         "PPO, discrete actions",
         page="doc/ppo_discrete.md",
         env_id=CARTPOLE,
-        env_ids=CLASSIC,
+        env_ids=CLASSIC + MASKED,
         budget=MILLION // 2,
         published={"CartPole": "490.04 ± 6.12", "Acrobot": "-86.36 ± 1.32", "MountainCar": "-200.00 ± 0.00"},
         tiny=TINY_ROLLOUT | {"env_id": CARTPOLE},

@@ -97,7 +97,8 @@ def try_policy(run, act, env, env_id):
     space = env.observation_space
     remedy = "register the environment with all of its wrappers under an id of its own"
     try:
-        action = act(np.zeros(space.shape, space.dtype), begins=True)
+        mask = np.ones(gym.spaces.flatdim(env.action_space), bool)  # allows all; most policies take none
+        action = act(np.zeros(space.shape, space.dtype), begins=True, mask=mask)
     except Exception as error:
         given = f"{space.dtype} {space.shape}"
         stop(f"RUN {run}: its policy does not fit {env_id}'s observations, {given} ({one_line(error)}); {remedy}")
@@ -109,11 +110,11 @@ def evaluate(env, act, args, played):
     """Play episodes, and append each to `played`."""
     with tqdm(unit=" steps", dynamic_ncols=True) as bar:
 
-        def act_and_count(obs, begins):
+        def act_and_count(obs, begins, mask):
             if np.isnan(obs).any():
                 raise SystemExit(f"error: episode {len(played) + 1}: an observation is NaN; correct the environment")
             bar.update()
-            return act(obs, begins)
+            return act(obs, begins, mask)
 
         episodes = islice(play(env, act_and_count, args.seed, args.max_steps), args.episodes)
         bar.set_description_str(f"episode 1 of {args.episodes}")

@@ -34,52 +34,73 @@ def without_exit():
 def play(env, act, seed, max_steps=MAX_STEPS):
     """Play episodes one after another, endlessly; yields each as an Episode.
 
-    `act` maps an observation of `env`, and whether it begins an episode, to an action. `seed` seeds the first episode.
+    `act` maps an observation of `env`, whether it begins an episode, and the action mask in its info, or None, to an
+    action. `seed` seeds the first episode.
     """
     with without_exit():
-        obs, _ = env.reset(seed=seed)
+        obs, info = env.reset(seed=seed)
     while True:
         total = 0.0
         for t in range(max_steps):
-            action = act(obs, t == 0)
+            action = act(obs, t == 0, info.get("action_mask"))
             with without_exit():
-                obs, reward, terminated, truncated, _ = env.step(action)
+                obs, reward, terminated, truncated, info = env.step(action)
             total += float(reward)
             ended = bool(terminated or truncated)
             if ended:
                 break
         yield Episode(total, ended)
         with without_exit():
-            obs, _ = env.reset()
+            obs, info = env.reset()
 
 
 def random_returns(env_id, seed, episodes):
-    """Returns of a uniform random policy in the first `episodes` episodes of an environment."""
+    """Returns of a uniform random policy, over allowed actions, in the first `episodes` episodes of an environment."""
     env = make_env(env_id, seed)
-    env.action_space.seed(seed)
-    played = islice(play(env, lambda obs, begins: env.action_space.sample(), seed), episodes)
+    space = env.action_space
+    space.seed(seed)
+
+    def act(obs, begins, mask):
+        if mask is None:
+            return space.sample()
+        mask = flat_mask(mask).astype(np.int8)
+        if isinstance(space, gym.spaces.MultiDiscrete):
+            mask = tuple(np.split(mask, np.cumsum(space.nvec)[:-1]))
+        return space.sample(mask=mask)
+
+    played = islice(play(env, act, seed), episodes)
     returns = [episode.total for episode in played]
     env.close()
     return returns
 
 
+def flat_mask(mask):
+    """An action mask as one array of bool; that of a MultiDiscrete action may be a tuple of arrays."""
+    return np.concatenate(mask).astype(bool) if isinstance(mask, tuple) else np.asarray(mask, bool)
+
+
 def acting(policy, space, inputs):
     """The function `act` for `play`, from a policy module that maps (batch, ...) to actions in the space `space`.
 
-    `inputs` are example inputs of the module: observations, and a state if it has memory. A policy with memory returns
-    actions and the next state. An episode begins with a state of 0.
+    `inputs` are example inputs of the module: observations, and action masks (bool) or, if it has memory, a state. A
+    policy with memory returns actions and the next state. An episode begins with a state of 0.
     """
-    example, *states = inputs
-    first_state = [torch.zeros_like(state[:1]) for state in states]
+    example, *others = inputs
+    masked = any(other.dtype == torch.bool for other in others)
+    first_state = [] if masked else [torch.zeros_like(state[:1]) for state in others]
     state = first_state
 
-    def act(obs, begins):
+    def act(obs, begins, mask=None):
         nonlocal state
         if begins:
             state = first_state
-        batch = torch.from_numpy(np.array([obs], example.numpy().dtype))  # of lists and any strides and byte order
+        batch = [torch.from_numpy(np.array([obs], example.numpy().dtype))]  # of lists and any strides and byte order
+        if masked:
+            if mask is None:
+                raise ValueError("the policy needs an action mask, and the environment's info has none")
+            batch.append(torch.from_numpy(flat_mask(mask)[None]))
         with torch.no_grad():
-            outputs = policy(batch, *state)
+            outputs = policy(*batch, *state)
         actions, *state = outputs if isinstance(outputs, tuple) else (outputs,)
         action = actions.numpy()[0]
         if isinstance(space, gym.spaces.Box):

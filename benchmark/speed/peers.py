@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import torch
 import tyro
@@ -35,7 +36,8 @@ from common.slices import SLICES, TimeSlices
 from common.tables import Table
 
 try:
-    from sb3_contrib import RecurrentPPO
+    from sb3_contrib import MaskablePPO, RecurrentPPO
+    from sb3_contrib.common.wrappers import ActionMasker
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.noise import NormalActionNoise
@@ -203,16 +205,35 @@ def has_memory(algo):
     return algo == "ppo_lstm"
 
 
-def library_class(peer, algo):
+def library_class(peer, algo, masked=False):
     """The peer's class for an algorithm."""
+    if masked:
+        return MaskablePPO
     return RecurrentPPO if has_memory(algo) else getattr(importlib.import_module(PEER_MODULES[peer]), CLASSES[algo])
+
+
+def gives_masks(script, env_id):
+    """Whether a script reads action masks and the environment gives them."""
+    if not hasattr(script, "ActionMasks"):
+        return False
+    env = gym.make(env_id)
+    _, info = env.reset()
+    env.close()
+    return "action_mask" in info
+
+
+def with_masks(env, script):
+    """`env` with the method `action_masks` that sb3-contrib calls."""
+    return ActionMasker(script.LastInfo(env), lambda env: np.hstack(env.info["action_mask"]))
 
 
 def make_model(peer, algo, script, args, device):
     """The peer's agent with its environments, at the settings of `args`."""
     name = CLASSES[algo]
     ours = make_ours(algo, script, args)
-    envs = Games(script, args) if is_atari(script) else make_vec_env(args.env_id, args.num_envs)
+    masked = peer == "sb3" and gives_masks(script, args.env_id)
+    wrapping = {"wrapper_class": with_masks, "wrapper_kwargs": {"script": script}} if masked else {}
+    envs = Games(script, args) if is_atari(script) else make_vec_env(args.env_id, args.num_envs, **wrapping)
     optimizer = next(iter(optimizers_of(ours).values()))
     policy = {"net_arch": hidden_layers(peer, algo, ours), "optimizer_kwargs": {"eps": optimizer.defaults["eps"]}}
     settings = {theirs: getattr(args, flag) for flag, theirs in ALGORITHMS[algo].peer_flags.items()}
@@ -236,7 +257,7 @@ def make_model(peer, algo, script, args, device):
     if name == "DQN":
         settings |= {"learning_rate": args.learning_rate, "train_freq": args.train_frequency // args.num_envs}
         settings |= {"max_grad_norm": float("inf")}
-    library = library_class(peer, algo)
+    library = library_class(peer, algo, masked)
     known = inspect.signature(library).parameters
     settings = {name: value for name, value in settings.items() if name in known}
     kind = "CnnPolicy" if is_atari(script) else "MlpLstmPolicy" if has_memory(algo) else "MlpPolicy"
