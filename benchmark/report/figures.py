@@ -133,7 +133,7 @@ def label_ends(figure, axes, lines):
 
 def picture_name(kind, slug, algo, env_id):
     """The name of a picture of one algorithm on one machine."""
-    return f"{kind}_{slug}_{algo}_{env_id}".replace("/", "-")
+    return f"{kind}_{slug}_{algo}_{env_id}".replace("/", "-").replace(":", "-")
 
 
 def draw(groups):

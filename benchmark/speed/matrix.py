@@ -246,7 +246,7 @@ class LearningRun(Job):
 
 def plain_name(env_id):
     """An environment's name in a form for folders."""
-    return env_id.replace("/", "-")
+    return env_id.replace("/", "-").replace(":", "-")
 
 
 def shown(command):
