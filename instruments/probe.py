@@ -183,7 +183,9 @@ def values(learner, obs, actions, steps):
         return found * max(learner.normalizer.std[-1], 0.1)  # scaled rewards are clipped at 10
     obs = obs.to(learner.device)
     if hasattr(learner, "agent"):
-        return learner.agent.value(learner.agent.normalizer(obs)) / learner.args.reward_scaler
+        if hasattr(learner.agent, "normalizer"):
+            return learner.agent.value(learner.agent.normalizer(obs)) / learner.args.reward_scaler
+        return learner.agent.critic(obs)
     if hasattr(learner, "q"):
         found = learner.q(obs)
         return (found[0] if isinstance(found, tuple) else found).amax(-1)  # of a network with a second head
@@ -238,7 +240,7 @@ def main(path, script, words):
     if hasattr(script, "make_games"):
         stop(f"probe {path}: it plays Atari games, which have no known answers; give a script for vectors")
     refuse_population(f"probe {path}", script)
-    discrete = hasattr(script, "require_discrete_actions")
+    discrete = hasattr(script, "require_discrete_actions") or hasattr(script, "require_categorical_actions")
     flags = {field.name for field in dataclasses.fields(script.Args)}
     if "num_atoms" in flags:
         stop(f"probe {path}: its critics give distributions, of which the probe reads no values; give another script")

@@ -18,17 +18,23 @@ from dataclasses import dataclass
 from benchmark import editions
 from benchmark.gpu_report import tables as gpu_report
 from benchmark.report import curves, figures, tables
-from benchmark.report.data import grouped, load
+from benchmark.report.data import grouped, load, with_curve
 from benchmark.report.tables import learning_tables, speed_tables
 from benchmark.results import read
 from benchmark.studies import ablation, compile_modes, instrument_overhead, launches, population, scaling, start, tips
 from common import ROOT
 from common.algorithms import ALGORITHMS, named
-from common.curves import last_tenth
-from common.tables import Table, with_table
+from common.curves import end_of, last_tenth
+from common.tables import Table, mean_and_deviation, with_table
 
+MASKED_TASKS = {  # best returns: Taxi's is that of the shortest ways, a mean over its starts
+    "Taxi-v4": "7.9",
+    "benchmark.masked_tasks:TaxiWithoutMasks-v0": "7.9",
+    "benchmark.masked_tasks:HighOrLow-v0": "30",
+}
 MEMORY = ("memory_RepeatPrevious", "memory_PositionOnlyCartPole", "memory_PositionOnlyPendulum")
 PAGES = {  # tables by page, beside those of README.md, of doc/report.html and of learning curves
+    "doc/ppo_discrete.md": ("masks",),
     "doc/ppo_lstm.md": ("memory",),
     "doc/many_runs.md": ("curve population_pendulum", "population", "agents"),
     "doc/results.md": ("learning",),
@@ -68,6 +74,7 @@ def texts(results):
     known |= {
         "speed": with_pictures(speed, [(f"Speed on {slug}", f"speed_{slug}") for slug in results["speed"]]),
         "learning": with_pictures(learning, learning_pictures(results)),
+        "masks": masks_table(results).markdown(),
         "memory": memory_table().markdown(),
         "scaling": scaling.table(measured),
         "tips": tips.table(measured),
@@ -102,6 +109,20 @@ def learning_pictures(results):
         for (algo, env_id), modes in grouped(own).items():
             if any(run.get("curve") for runs in modes.values() for run in runs):
                 yield named(algo, env_id), figures.picture_name("learning", slug, algo, env_id)
+
+
+def masks_table(results):
+    """What PPO's learning runs came to with and without masks, on each machine: mean and deviation over seeds."""
+    modes = ("plain", "compile")
+    rows = []
+    for own in results["learning"].values():
+        groups = grouped(own)
+        for env_id, best in MASKED_TASKS.items():
+            runs = [with_curve(groups.get(("ppo", env_id), {}).get(mode, [])) for mode in modes]
+            if any(runs):
+                ends = [[end_of(run["curve"]) for run in some] for some in runs]
+                rows.append([env_id.split(":")[-1], *(mean_and_deviation(some) if some else "" for some in ends), best])
+    return Table("", ("", *modes, "best"), rows or [["all", *(tables.NOT_MEASURED for _ in modes), ""]])
 
 
 def memory_table():
