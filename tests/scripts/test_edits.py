@@ -34,7 +34,7 @@ PAGE = (copies.ROOT / "doc" / "changing.md").read_text()
 HUNK = re.compile(r"^@@ ([\w ]+), (plain and turbo|plain|turbo) @@\n(.*?)(?=^@@|^```|\Z)", re.M | re.S)
 SECTIONS = {s.split("\n", 1)[0].lower(): s for s in PAGE.split("\n## ")[1:] if "```diff" in s}
 QUICK = ("auxiliary head",)
-EXECUTED = ("layernorm", "five critics", "adamw", "auxiliary head", "discrete actions", "a custom recurrent cell")
+EXECUTED = ("layernorm", "five critics", "adamw", "auxiliary head", "a custom recurrent cell")
 SCRIPTS = {entry.title.lower(): entry.script for entry in ENTRIES.values()}
 
 
@@ -46,7 +46,7 @@ class SmallImage(conftest.PushAnything):
 
 
 gym.register("SmallImage-v0", entry_point=SmallImage)
-ENVIRONMENT = {"shared encoder": "SmallImage-v0", "envpool": "InvertedPendulum-v5", "discrete actions": "CartPole-v1"}
+ENVIRONMENT = {"shared encoder": "SmallImage-v0", "envpool": "InvertedPendulum-v5"}
 
 
 def hunks(title):
@@ -351,32 +351,6 @@ def test_each_head_learns_from_the_value_of_its_best_action_by_the_other(kind, t
     wanted = torch.stack((b.gather(-1, a.argmax(-1)[:, None])[:, 0], a.gather(-1, b.argmax(-1)[:, None])[:, 0]), -1)
     wanted = rewards.flatten()[:, None] + 0.5 * (1 - terminated.flatten()[:, None]) * wanted
     torch.testing.assert_close(targets, wanted)
-
-
-def test_discrete_actions_are_the_same_in_plain_and_turbo_and_follow_the_policy(tmp_path):
-    title = "discrete actions"
-    plain, turbo = (make(edited(title, kind, tmp_path), title, num_envs=1000) for kind in ("plain", "turbo"))
-    plain.agent.actor[-1].weight.data *= 100  # starts almost uniform
-    copy_networks(plain, turbo)
-    obs = np.tile(np.array([1, -1, 2, 0.5], np.float32), (1000, 1))
-    logits = plain.agent.actor(torch.as_tensor(obs[:1]))
-    chosen = []
-    for learner in (plain, turbo):
-        torch.manual_seed(0)
-        if learner is turbo:
-            learner.start_rollout()
-        chosen.append(np.stack([learner.act(t, obs) for t in range(16)]))
-    np.testing.assert_array_equal(*chosen)
-    assert chosen[0].mean() == pytest.approx(logits.softmax(-1)[0, 1].item(), abs=0.02)
-
-
-@pytest.mark.parametrize("kind", ["plain", "turbo"])
-def test_other_than_discrete_actions_are_refused(kind, tmp_path, capsys):
-    module = edited("discrete actions", kind, tmp_path)
-    for env_id in ("Pendulum-v1", "CountsFromOne-v0"):
-        with pytest.raises(SystemExit):
-            module.train(module.Args(env_id=env_id, run_dir=str(tmp_path / "runs")))
-        assert "actions must be discrete and count from 0" in capsys.readouterr().err
 
 
 @pytest.mark.finding

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import gymnasium as gym
 import pytest
 import torch
-from conftest import GAMES, TURBO, entry_of, on_vectors, script_params, stem, tiny
+from conftest import GAMES, PLAIN, TURBO, Masked, entry_of, on_vectors, script_params, stem, tiny
 from emulated_cuda import emulated_cuda
 from gymnasium.utils.env_checker import check_env
 from helpers import DOC, ROOT, blocks, by_hand, load_example, python, section
@@ -171,6 +171,49 @@ def test_the_program_acts_as_the_policy_does(script, executable, tmp_path):
     assert actions == pytest.approx(python(torch.tensor([numbers])).flatten().tolist(), abs=1e-6)
     too_few = act(numbers[:-1])
     assert too_few.returncode == 1 and "unmatched dim value at 1" in too_few.stderr
+
+
+def test_a_policy_plays_with_masks(tmp_path):
+    folder = run_tiny(PLAIN["ppo_discrete"], tmp_path, env_id="Taxi-v4")
+    (program,) = blocks(section((DOC / "using_a_policy.md").read_text(), "With action masks"), "python")
+    shown = {}
+    exec(program.replace("runs/RUN", str(folder)), shown)
+    assert shown["masks"].any() and shown["over"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# doc/ppo_discrete.md
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Game(Masked):
+    """Has its mask in the observation, and none in the info."""
+
+    def __init__(self):
+        super().__init__()
+        mask = gym.spaces.MultiBinary(self.observation_space.shape)
+        self.observation_space = gym.spaces.Dict(observation=self.observation_space, action_mask=mask)
+
+    def state(self):
+        obs, info = super().state()
+        return {"observation": obs, **info}, {}
+
+
+def test_masks_in_observations_are_used_with_the_wrapper(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (program,) = blocks((DOC / "ppo_discrete.md").read_text(), "python")
+    (tmp_path / "my_game.py").touch()
+    (tmp_path / "my_masks.py").write_text(program)
+    gym.register("Game-v0", entry_point=Game)
+    try:
+        assert summary(run_tiny(PLAIN["ppo_discrete"], tmp_path, env_id="my_masks:MaskedGame-v0"))["episodes"] > 1
+        with pytest.raises(AssertionError, match="is not allowed"):
+            run_tiny(PLAIN["ppo_discrete"], tmp_path, env_id="my_game:Game-v0")
+    finally:
+        for name in ("my_game", "my_masks"):
+            sys.modules.pop(name, None)
+        for env_id in ("Game-v0", "MaskedGame-v0"):
+            gym.registry.pop(env_id, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

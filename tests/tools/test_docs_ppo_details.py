@@ -17,10 +17,12 @@ SCRIPTS = {
     ("Atari", "turbo"): "ppo_atari_envpool_torchcompile",
     ("LSTM", "plain"): "ppo_lstm",
     ("LSTM", "turbo"): "ppo_lstm_torchcompile",
+    ("discrete", "plain"): "ppo",
+    ("discrete", "turbo"): "ppo_torchcompile",
     ("several GPUs",): "ppo_atari_multigpu_torchcompile",
 }
 KINDS = {kind for kinds in SCRIPTS for kind in kinds}
-LSTM = {"LSTM"}
+LSTM, DISCRETE = {"LSTM"}, {"discrete"}
 FRAME_COUNT = 90  # the byte of Breakout's memory that counts frames
 
 
@@ -38,7 +40,7 @@ def section(number):
         return {"continuous"}
     if number.isdigit() and 32 <= int(number) <= 36:
         return LSTM
-    return set()
+    return DISCRETE if number == "37" else set()
 
 
 def scripts(words):
@@ -103,24 +105,27 @@ def test_scripts_have_what_the_table_names(row):
         assert is_script or any(has(name, script) for script in scripts(section(number)))
 
 
-def test_scripts_with_memory_have_what_the_sentences_name():
+@pytest.mark.parametrize(
+    "title, kind", [("LSTM: the two scripts with memory", LSTM), ("MultiDiscrete actions: the two scripts", DISCRETE)]
+)
+def test_scripts_have_what_the_sentences_name(title, kind):
     page = (ROOT / "doc" / "ppo_details.md").read_text()
-    text = page.partition("## LSTM: the two scripts with memory")[2].partition("\n## ")[0]
+    text = page.partition(f"## {title}")[2].partition("\n## ")[0]
     sentences = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
-    (defaults,) = re.findall("^- Defaults: (.*)$", sentences, re.M)
+    (defaults,) = re.findall("Defaults: (.*)$", sentences, re.M)
     for word in re.findall("`([^`]+)`", sentences):
         if (ROOT / "leanrl" / word).is_file():
             continue
-        assert any(has(word, script) for script in scripts(LSTM)), word
+        assert any(has(word, script) for script in scripts(kind)), word
     for word in re.findall("`([^`]+)`", defaults):
-        for script in scripts(LSTM):
+        for script in scripts(kind):
             check(word, script)
 
 
 def test_what_is_not_there_is_not():
     for kinds, script in SCRIPTS.items():
         text = (ROOT / "leanrl" / f"{script}.py").read_text()
-        assert "MultiDiscrete" not in text
+        assert ("MultiDiscrete" in text) == ("discrete" in kinds)
         assert bool(re.search(r"nn\.(LSTM|GRU|RNN)", text)) == ("LSTM" in kinds)
 
 

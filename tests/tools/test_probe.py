@@ -49,7 +49,7 @@ def test_a_compiled_script_passes(script, capsys, monkeypatch):
 
 
 @thorough
-@pytest.mark.parametrize("edit", ["five critics", "auxiliary head", "n-step returns", "discrete actions"])
+@pytest.mark.parametrize("edit", ["five critics", "auxiliary head", "n-step returns"])
 def test_an_edited_copy_passes(edit, tmp_path, capsys, monkeypatch):
     assert not failed(ALL, edited(edit, "turbo", tmp_path), [], capsys, monkeypatch)
 
