@@ -102,8 +102,8 @@ def linear(inputs, outputs, gain=2**0.5):
 
 def action_parts(space):
     """The columns of each part of an action among all choices, side by side. A Discrete action has one part."""
-    sizes = [space.n] if isinstance(space, gym.spaces.Discrete) else space.nvec
-    return [slice(end - size, end) for end, size in zip(np.cumsum(sizes).tolist(), sizes, strict=True)]
+    sizes = [int(space.n)] if isinstance(space, gym.spaces.Discrete) else space.nvec.tolist()
+    return [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
 
 
 class Agent(nn.Module):
@@ -115,8 +115,7 @@ class Agent(nn.Module):
     def __init__(self, obs_dim, action_space):
         super().__init__()
         self.parts = action_parts(action_space)
-        self.sizes = [part.stop - part.start for part in self.parts]
-        self.num_choices = sum(self.sizes)
+        self.num_choices = self.parts[-1].stop
         self.actor = nn.Sequential(
             linear(obs_dim, 64),
             nn.Tanh(),
@@ -144,7 +143,7 @@ class Agent(nn.Module):
         logits = self.actor(obs)
         if mask is not None:
             logits = logits.masked_fill(mask == 0, MASKED)
-        return torch.cat([part.log_softmax(-1) for part in logits.split(self.sizes, -1)], -1)
+        return torch.cat([logits[..., part].log_softmax(-1) for part in self.parts], -1)
 
 
 class PPO:
