@@ -292,11 +292,16 @@ def tiny(script):
     return entry_of(script).tiny
 
 
+def discrete(script):
+    """Whether a script takes discrete actions alone."""
+    return hasattr(script, "require_discrete_actions") or hasattr(script, "require_categorical_actions")
+
+
 # why a test leaves out scripts, by names of algorithms or files
 GAMES = dict.fromkeys(ATARI, "its environments are Atari games")
 SIMULATORS = dict.fromkeys(ON_DEVICE, "its environments are on the device")
 AGENTS = {stem(POPULATION): "each of its agents has a run"}
-DISCRETE = {n: "its actions are discrete" for n, script in TURBO.items() if hasattr(script, "require_discrete_actions")}
+DISCRETE = {name: "its actions are discrete" for name, script in TURBO.items() if discrete(script)}
 
 
 def script_params(scripts=ALL, left_out=AGENTS):

@@ -11,7 +11,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, PLAIN, TURBO, algorithm, learner_class, load_copy, stem
+from conftest import ATARI, PLAIN, TURBO, algorithm, discrete, learner_class, load_copy, stem
+from gymnasium.vector.utils import batch_space
 
 IMAGES = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
 VECTORS = gym.spaces.Box(-np.inf, np.inf, (5,))
@@ -29,17 +30,27 @@ def is_population(script):
     return hasattr(script, "SACPopulation")
 
 
-def make_learner(script, actions=None, device="cpu", seed=1, **kwargs):
+def make_learner(script, actions=None, device="cpu", seed=1, masked=False, **kwargs):
     """A learner for environments that have spaces and nothing else."""
     images = algorithm(script) in ATARI
-    discrete = images or hasattr(script, "require_discrete_actions")
     args = script.Args(**kwargs)
     envs = SimpleNamespace(num_envs=args.num_envs, single_observation_space=IMAGES if images else VECTORS)
-    envs.single_action_space = actions or (DISCRETE if discrete else CONTINUOUS)
+    envs.single_action_space = actions or (DISCRETE if images or discrete(script) else CONTINUOUS)
+    envs.action_space = batch_space(envs.single_action_space, args.num_envs)
     torch.manual_seed(seed)
     if is_population(script):
         return script.SACPopulation(args, script.agents_of(args), [envs], torch.device("cpu"))
-    return learner_class(script)(args, envs, torch.device(device))
+    masks = {"masked": True} if masked else {}
+    return learner_class(script)(args, envs, torch.device(device), **masks)
+
+
+def random_masks(generator, count, sizes):
+    """Masks (count, sum of sizes), bool, of parts with these sizes. Every fourth one allows one choice of each part."""
+    masks = []
+    for size in sizes:
+        more = (generator.random((count, size)) < 0.5) & (np.arange(count) % 4 > 0)[:, None]
+        masks.append(np.eye(size, dtype=bool)[generator.integers(size, size=count)] | more)
+    return np.concatenate(masks, -1)
 
 
 def double(tensor):

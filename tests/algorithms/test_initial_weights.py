@@ -9,8 +9,10 @@ from formulas import assert_orthogonal, is_population, make_learner, noticing, p
 from test_ppo_formulas import PPO_CASES, each_ppo
 from test_q_formulas import OFF_POLICY, networks_of
 
+VECTORS = {"actor.4": 0.01, "critic.4": 1.0} | dict.fromkeys(("actor.0", "actor.2", "critic.0", "critic.2"), 2**0.5)
 GAINS = {  # of PPO's layers: sqrt(2), but for the policy's outputs, 0.01, and the value, 1
-    "ppo": {"actor.4": 0.01, "critic.4": 1.0} | dict.fromkeys(("actor.0", "actor.2", "critic.0", "critic.2"), 2**0.5),
+    "ppo": VECTORS,
+    "ppo_discrete": VECTORS,
     "ppo_atari": {"actor": 0.01, "critic": 1.0} | {f"features.{i}": 2**0.5 for i in (0, 2, 4, 7)},
     "ppo_lstm": {"actor": 0.01, "critic": 1.0, "encoder.0": 2**0.5, "cell": 1.0},
 }

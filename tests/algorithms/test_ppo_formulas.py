@@ -4,15 +4,18 @@ import itertools
 import math
 from functools import partial
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import MULTI, PLAIN, TURBO, algorithm, gradients, stem
-from formulas import CONTINUOUS, DISCRETE, IMAGES, double, images, make_learner, noticing, pair, slopes
+from conftest import MULTI, PLAIN, THREE_PARTS, TURBO, algorithm, gradients, stem
+from formulas import CONTINUOUS, DISCRETE, IMAGES, double, images, make_learner, noticing, pair, random_masks, slopes
+from scipy.special import xlogy
 
 CLIP, ENT_COEF, VF_COEF = 0.2, 0.02, 0.7
 LOG_STD = np.array([-0.5, 0.0, 0.3])
 PPO_CASES = [(script, CONTINUOUS) for script in pair("ppo")]
+PPO_CASES += [(script, actions) for script in pair("ppo_discrete") for actions in (THREE_PARTS, DISCRETE)]
 PPO_CASES += [(script, DISCRETE) for script in (*pair("ppo_atari"), MULTI)]
 PPO_CASES += [(script, actions) for script in pair("ppo_lstm") for actions in (DISCRETE, CONTINUOUS)]
 each_ppo = pytest.mark.parametrize(
@@ -25,11 +28,11 @@ class Rows:
 
     The ratio of the probabilities is 0.5, 0.95, 1.05 or 1.6. Advantages have both signs. The values have moved by 0.5
     or 3 times the largest change, up or down, and the returns lie above and below all of them. The scripts for Atari
-    have rows besides that do not count.
+    have rows besides that do not count. Discrete actions are columns of the logits, one for each part.
     """
 
-    def __init__(self, learner, discrete):
-        self.discrete = discrete
+    def __init__(self, learner, actions, masked):
+        self.discrete = not isinstance(actions, gym.spaces.Box)
         cases = np.array(list(itertools.product((0.5, 0.95, 1.05, 1.6), (-1, 1), (-3, -0.5, 0.5, 3))))
         generator = np.random.default_rng(0)
         ratio, sign, move = generator.permutation(cases).T
@@ -46,7 +49,11 @@ class Rows:
                 learner.agent.log_std.copy_(torch.from_numpy(LOG_STD))
         self.outputs, self.values = outputs_of(learner, self.obs)
         if self.discrete:
-            self.actions = generator.integers(4, size=count)
+            sizes = actions.nvec if actions is THREE_PARTS else [actions.n]
+            self.ends = np.cumsum(sizes)
+            self.mask = random_masks(generator, count, sizes) if masked else np.ones((count, sum(sizes)), bool)
+            drawn = np.split(generator.random(self.mask.shape) * self.mask, self.ends[:-1], -1)
+            self.actions = self.ends - sizes + np.stack([part.argmax(-1) for part in drawn], -1)
         else:
             self.actions = self.outputs + np.exp(LOG_STD) * generator.standard_normal((count, 3))
         log_prob, _ = self.policy()
@@ -54,6 +61,7 @@ class Rows:
         values = self.values - CLIP * move
         self.columns = {"log_prob": log_prob - np.log(ratio), "values": values, "advantages": advantages}
         self.columns |= {"returns": values + advantages, "valid": valid}
+        self.inputs = {"actions": self.actions} | ({"mask": self.mask} if masked else {})
         self.count = count
 
     def policy(self, outputs=0.0, log_std=0.0):
@@ -64,8 +72,9 @@ class Rows:
             entropy = (0.5 * np.log(2 * np.pi * np.e) + log_std).sum()
             log_prob = -(0.5 * squares + log_std + 0.5 * np.log(2 * np.pi)).sum(-1)
             return log_prob, np.full(len(log_prob), entropy)
-        log_probs = outputs - np.log(np.exp(outputs).sum(-1, keepdims=True))
-        return log_probs[np.arange(len(outputs)), self.actions], -(np.exp(log_probs) * log_probs).sum(-1)
+        parts = np.split(np.exp(outputs) * self.mask, self.ends[:-1], -1)
+        probs = np.concatenate([part / part.sum(-1, keepdims=True) for part in parts], -1)
+        return np.log(np.take_along_axis(probs, self.actions, -1)).sum(-1), -xlogy(probs, probs).sum(-1)
 
     def losses(self, part, norm_adv, clip_vloss, outputs=0.0, log_std=0.0, value=0.0):
         """What the paper and its reference implementation compute for a part of the rows, by name.
@@ -98,9 +107,9 @@ class Rows:
         return 1 - (returns - values).var() / returns.var()
 
     def tensors(self):
-        """The columns as the scripts have them, obs and actions among them."""
+        """The columns as the scripts have them, obs, actions and masks among them."""
         tensors = {name: torch.from_numpy(column).float() for name, column in self.columns.items()}
-        return {"obs": self.obs, "actions": torch.from_numpy(self.actions)} | tensors
+        return {"obs": self.obs} | {name: torch.from_numpy(column) for name, column in self.inputs.items()} | tensors
 
 
 def last(module):
@@ -129,10 +138,13 @@ def learn_from(learner, rows, learning_rate):
     with_memory = hasattr(learner.agent, "remember")
     if with_memory:  # a sequence of one step per environment
         columns = {"starts": torch.ones(rows.count)} | columns
-        columns["actions"] = columns["actions"].view(rows.count, -1)
         columns = {name: column[None] for name, column in columns.items()}
         names = ("starts", *names)
         learner.start_rollout()
+    last_obs = []
+    if rows.obs.dtype == torch.uint8:
+        last_obs = [np.zeros((rows.count, *IMAGES.shape), np.uint8)]
+        columns["actions"] = columns["actions"].squeeze(-1)
 
     def make_batch(*last_obs):
         batch = getattr(learner, "batch", None)
@@ -143,14 +155,14 @@ def learn_from(learner, rows, learning_rate):
                 batch[name][: rows.count].copy_(column)
         else:
             numbers = torch.stack([columns[name] for name in names], -1)
-            batch.copy_(torch.cat((columns["obs"], columns["actions"], numbers), -1))
+            inputs = [columns[name] for name in ("obs", *rows.inputs)]
+            batch.copy_(torch.cat((*inputs, numbers), -1))
 
     def in_order(shape, device):
         *sizes, count = shape if isinstance(shape, torch.Size) else [shape]
         return torch.arange(count).expand(*sizes, count)
 
     learner.make_batch = make_batch
-    last_obs = [np.zeros((rows.count, *IMAGES.shape), np.uint8)] if rows.obs.dtype == torch.uint8 else []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "randperm", in_order)
         patch.setattr(torch, "rand", in_order)
@@ -162,8 +174,9 @@ def make_ppo(script, actions, **kwargs):
     """A learner and rows for a batch of it; they are one step of an environment each."""
     sizes = {"num_envs": 32, "num_steps": 1, "num_minibatches": 2, "update_epochs": 1, "max_grad_norm": 1e9}
     coefficients = {"clip_coef": CLIP, "ent_coef": ENT_COEF, "vf_coef": VF_COEF}
-    learner = make_learner(script, actions, **sizes | coefficients | kwargs)
-    return learner, Rows(learner, discrete=actions is DISCRETE)
+    masked = actions is THREE_PARTS
+    learner = make_learner(script, actions, masked=masked, **sizes | coefficients | kwargs)
+    return learner, Rows(learner, actions, masked)
 
 
 @each_ppo
@@ -177,7 +190,8 @@ def test_ppo_computes_the_papers_losses_and_gradients(script, actions, norm_adv,
     learn_from(learner, rows, learning_rate=0.0)
     everything = np.arange(rows.count)
     minibatches = np.split(everything, 2)
-    logged = [everything] if algorithm(script) == "ppo" else minibatches  # the others log means over minibatches
+    whole = algorithm(script) in ("ppo", "ppo_discrete")  # the others log means over minibatches
+    logged = [everything] if whole else minibatches
     wanted = [rows.losses(part, norm_adv, clip_vloss) for part in logged]
     wanted = {name: np.mean([losses[name] for losses in wanted]) for name in wanted[0]}
     losses = learner.losses()
@@ -241,6 +255,12 @@ NORMALIZED = "advantages = (advantages - advantages.mean()) / (advantages.std() 
 BY_THE_FIRST = "mean, std = vars(self).setdefault('moments', (advantages.mean(), advantages.std()))"
 BY_THE_FIRST += "\n            advantages = (advantages - mean) / (std + 1e-8)"
 OTHER_ROWS = (NORMALIZED, BY_THE_FIRST)
+ENTROPIES = "entropy = -(log_probs.exp() * log_probs)"
+OF_ALL = 'free = self.agent.log_probs({}["obs"])\n        entropy = -(free.exp() * free)'
+ONE_SOFTMAX = (
+    "torch.cat([part.log_softmax(-1) for part in logits.split(self.sizes, -1)], -1)",
+    "logits.log_softmax(-1)",
+)
 INVALID_ROWS = ("(advantages - masked_mean(advantages, valid))", "(advantages - advantages.mean())")
 PLAIN_BUGS = [  # algorithm, what is wrong, what is replaced by what, who notices
     ("ppo", "gains are the larger ones", "-torch.min(advantages * ratio", "-torch.max(advantages * ratio", LOSSES),
@@ -254,6 +274,14 @@ PLAIN_BUGS = [  # algorithm, what is wrong, what is replaced by what, who notice
     ("ppo", "clips below 1 not counted", "(ratio - 1).abs() >", "(ratio - 1) >", LOSSES),
     ("ppo", "explained variance of advantages", 'var() / batch["returns"]', 'var() / batch["advantages"]', LOSSES),
     ("ppo", "no clip of the gradient", "self.args.max_grad_norm or", "1e9 or", CLIPPING),
+    ("ppo_discrete", "masks left out of the loss", 'rows.get("mask")', "None", LOSSES),
+    ("ppo_discrete", "entropy with masked choices", ENTROPIES, OF_ALL.format("rows"), LOSSES),
+    ("ppo_discrete", "mean over parts", '.sum(-1) - rows["log_prob"]', '.mean(-1) - rows["log_prob"]', LOSSES),
+    ("ppo_discrete", "one softmax for all parts", *ONE_SOFTMAX, LOSSES),
+    ("ppo_discrete", "errors of values are the smaller ones", *VALUE_CLIP, LOSSES),
+    ("ppo_discrete", "advantages normalized over other rows", *OTHER_ROWS, LOSSES),
+    ("ppo_discrete", "entropy is lowered", *BONUS, ENTROPY),
+    ("ppo_discrete", "no clip of the gradient", "self.args.max_grad_norm or", "1e9 or", CLIPPING),
     ("ppo_atari", "errors of values are the smaller ones", *VALUE_CLIP, LOSSES),
     ("ppo_atari", "advantages normalized over other rows", *INVALID_ROWS, LOSSES),
     ("ppo_atari", "entropy is lowered", *BONUS, ENTROPY),
@@ -267,6 +295,14 @@ TURBO_BUGS = [
     ("ppo", "advantages normalized over other rows", *OTHER_ROWS, LOSSES),
     ("ppo", "entropy is lowered", *BONUS, ENTROPY),
     ("ppo", "gradients are scaled up too", "(norm + 1e-6)).clamp(max=1)", "(norm + 1e-6))", CLIPPING),
+    ("ppo_discrete", "masks left out of the loss", 'batch.get("mask")', "None", LOSSES),
+    ("ppo_discrete", "entropy with masked choices", ENTROPIES, OF_ALL.format("batch"), LOSSES),
+    ("ppo_discrete", "mean over parts", 'batch["actions"].long()).sum(', 'batch["actions"].long()).mean(', LOSSES),
+    ("ppo_discrete", "one softmax for all parts", *ONE_SOFTMAX, LOSSES),
+    ("ppo_discrete", "errors of values are the smaller ones", *VALUE_CLIP, LOSSES),
+    ("ppo_discrete", "advantages normalized over other rows", *OTHER_ROWS, LOSSES),
+    ("ppo_discrete", "entropy is lowered", *BONUS, ENTROPY),
+    ("ppo_discrete", "gradients are scaled up too", "(norm + 1e-6)).clamp(max=1)", "(norm + 1e-6))", CLIPPING),
     ("ppo_atari", "errors of values are the smaller ones", *VALUE_CLIP, LOSSES),
     ("ppo_atari", "entropy is lowered", *BONUS, ENTROPY),
     ("ppo_lstm", "errors of values are the smaller ones", *VALUE_CLIP, LOSSES),
