@@ -2,6 +2,8 @@
 
 import re
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import checks
 import conftest
@@ -45,7 +47,7 @@ def roll_out(learners, seed=0):
     steps = (first.args.num_steps, first.args.num_envs)
     generator = np.random.default_rng(seed)
     obs, next_obs = generator.standard_normal((2, *steps, first.obs_dim)).astype(np.float32)
-    masks = random_masks(generator, np.prod(steps), first.agent.sizes).reshape(*steps, -1)
+    masks = random_masks(generator, np.prod(steps), sizes_of(first.agent)).reshape(*steps, -1)
     rewards, _, _, terminated, ended = random_steps(*steps, ends=0.1, seed=seed)
     for learner in learners:
         if hasattr(learner, "start_rollout"):
@@ -55,6 +57,11 @@ def roll_out(learners, seed=0):
             stored_of(learner)["actions"][t] = stored_of(first)["actions"][t]
             learner.record(t, next_obs[t], rewards[t], terminated[t], ended[t])
     return obs
+
+
+def sizes_of(agent):
+    """The number of choices of each part of an action."""
+    return [part.stop - part.start for part in agent.parts]
 
 
 def stored_of(learner):
@@ -191,7 +198,7 @@ def test_actions_are_samples_of_the_allowed_choices(script, actions, masked=True
     if script is TURBO:
         learner.start_rollout()
     obs = np.random.default_rng(3).standard_normal((1, 5)).astype(np.float32)
-    sizes = learner.agent.sizes
+    sizes = sizes_of(learner.agent)
     mask = np.arange(sum(sizes)) % 3 > 0 if masked else np.ones(sum(sizes), bool)
     masks = [mask[None].repeat(5000, 0)] * masked
     samples = np.concatenate([learner.act(t, obs.repeat(5000, 0), *masks) for t in range(12)])
@@ -230,11 +237,11 @@ def test_the_exported_policy_takes_the_best_allowed_choices(script, env_id, tmp_
     policy = torch.export.load(next(tmp_path.glob("*/policy.pt2"))).module()
     generator, agent = np.random.default_rng(0), learners[0].agent
     obs = torch.from_numpy(generator.standard_normal((50, learners[0].obs_dim)).astype(np.float32))
-    masks = random_masks(generator, 50, agent.sizes)
+    masks = random_masks(generator, 50, sizes_of(agent))
     masked = env_id != "CartPole-v1"
     actions = policy(obs, torch.from_numpy(masks)) if masked else policy(obs)
     logits = np.where(masks | (not masked), agent.actor(obs).detach().numpy(), -np.inf)
-    best = [part.argmax(-1) for part in np.split(logits, np.cumsum(agent.sizes)[:-1], -1)]
+    best = [part.argmax(-1) for part in np.split(logits, np.cumsum(sizes_of(agent))[:-1], -1)]
     start = conftest.make_envs(script, args).single_action_space.start
     assert (actions.numpy().reshape(50, -1) == np.stack(best, -1) + start).all()
 
@@ -266,7 +273,7 @@ COLUMNS = ("obs", "mask", "actions", "next_obs", "rewards", "terminated", "ended
 
 
 def run(script, folder, make, num_envs=3, **kwargs):
-    """Train in environments that `make(index)` makes. Returns them, and all rollouts' columns (steps, num_envs, ...)."""
+    """Train in environments made by `make(index)`. Returns them, and columns (steps, num_envs, ...) of all rollouts."""
     envs, rollouts = [], []
 
     def make_next():
@@ -339,7 +346,7 @@ def test_masks_may_have_any_form(script, form, tmp_path):
 
 
 TWO, THREE, FOUR, TEN = map(np.ones, (2, 3, 4, 10))
-FAULTS = {  # actions; by environment and steps in its episode, where the mask is another one; which; what the error says
+FAULTS = {  # actions; where (environment, step of its episode) the mask is another one; that mask; the error
     "nothing": (FROM_FIVE, lambda i, t: (i, t) == (1, 5), 0 * FOUR, "step 10, environment 1: its action_mask is [0. "),
     "too short": (FROM_FIVE, lambda i, t: (i, t) == (1, 5), THREE, "step 10, environment 1: its action_mask is [1. "),
     "missing": (FROM_FIVE, lambda i, t: (i, t) == (0, 5), None, "step 10, environment 0: its action_mask is None; "),
@@ -456,8 +463,60 @@ def test_a_checkpoint_continues_in_captured_graphs(mode):
 
 # Planted bugs
 
-samples = partial(test_actions_are_samples_of_the_allowed_choices, actions=THREE_PARTS)
-masked = partial(test_masked_choices_have_no_probability_and_no_gradient, mode="eager", scale=1.0)
-KEPT = ("obs, self.info = self.env.reset(**kwargs)\n", "obs, info = self.env.reset(**kwargs)\n")
-KEPT = (KEPT[0], KEPT[1] + '        self.info = vars(self).get("info", info)\n')
-PARTS = ("np.logical_or.reduceat(rows, self.begins, axis=1)", "rows.any(1, keepdims=True)")
+
+def samples(script):
+    test_actions_are_samples_of_the_allowed_choices(script, THREE_PARTS)
+
+
+def masks_choices(script):
+    test_masked_choices_have_no_probability_and_no_gradient(script, "eager", 1.0)
+
+
+def stores(script):
+    with TemporaryDirectory() as folder:
+        stores_what_was_given(script, folder)
+
+
+def names_an_empty_part(script):
+    with TemporaryDirectory() as folder:
+        names_the_fault(script, Path(folder), "no second part")
+
+
+OF_THE_NEWEST = ("        self.info = outcome[-1]\n", "")
+NOISE = ("self.logits(obs) + self.noise[t]", "self.logits(obs) - self.noise[t]")
+BUGS = [
+    (PLAIN, "masks of the first state", *OF_THE_NEWEST, stores),
+    (TURBO, "masks of the first state", *OF_THE_NEWEST, stores),
+    (
+        PLAIN,
+        "masks not in the loss",
+        'self.agent.log_probs(rows["obs"], rows.get("mask"))',
+        'self.agent.log_probs(rows["obs"])',
+        masks_choices,
+    ),
+    (
+        TURBO,
+        "masks not in the loss",
+        'log_probs(batch["obs"], batch.get("mask"))',
+        'log_probs(batch["obs"])',
+        masks_choices,
+    ),
+    (TURBO, "masks not in acting", "scores[~mask] = -np.inf", "pass", samples),
+    (TURBO, "noise of the wrong sign", *NOISE, samples),
+    (TURBO, "columns counted within parts", "= self.begins + choices", "= choices", stores),
+    (
+        PLAIN,
+        "columns counted within parts",
+        "columns = self.begins + choices",
+        "columns = choices",
+        stores,
+    ),
+    (
+        TURBO,
+        "an empty part is not noticed",
+        "np.logical_or.reduceat(rows, self.begins, axis=1)",
+        "rows.any(1, keepdims=True)",
+        names_an_empty_part,
+    ),
+]
+test_a_planted_bug_is_noticed = noticing(BUGS, (AssertionError, ValueError, pytest.fail.Exception))

@@ -258,7 +258,7 @@ OTHER_ROWS = (NORMALIZED, BY_THE_FIRST)
 ENTROPIES = "entropy = -(log_probs.exp() * log_probs)"
 OF_ALL = 'free = self.agent.log_probs({}["obs"])\n        entropy = -(free.exp() * free)'
 ONE_SOFTMAX = (
-    "torch.cat([part.log_softmax(-1) for part in logits.split(self.sizes, -1)], -1)",
+    "torch.cat([logits[..., part].log_softmax(-1) for part in self.parts], -1)",
     "logits.log_softmax(-1)",
 )
 INVALID_ROWS = ("(advantages - masked_mean(advantages, valid))", "(advantages - advantages.mean())")
