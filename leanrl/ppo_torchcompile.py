@@ -881,7 +881,6 @@ if __name__ == "__main__":
 # requires-python = ">=3.11,<3.15"
 # dependencies = [
 #     "torch>=2.11,<2.16", "tensordict>=0.12,<0.16", "gymnasium>=1.1,<2", "numpy>=1.26,<3",
-#     "tyro>=1.0,<2", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.20", "imageio>=2.37",
-#     "moviepy>=2.0",
+#     "tyro>=1.0,<2", "tqdm>=4.66", "tensorboard>=2.18", "wandb>=0.20",
 # ]
 # ///
