@@ -150,7 +150,8 @@ def own_inputs(entry):
     """
     env_ids = ["CartPole-v1"] if entry.on_device else ["CartPole-v1", "Unbounded-v0"]
     if entry.tiny["env_id"] == "CartPole-v1":
-        env_ids = ["Pendulum-v1", "CountsFromOne-v0"] if entry.short != "ppo_lstm" else ["CountsFromOne-v0"]
+        takes = {"ppo_lstm": "Pendulum-v1", "ppo_discrete": "CountsFromOne-v0"}.get(entry.short)
+        env_ids = [env_id for env_id in ("Pendulum-v1", "CountsFromOne-v0") if env_id != takes]
     if entry.atari:
         env_ids = ["Pong-v4"]
     others = [{"buffer_size": 2 * 10**9}, {"total_timesteps": 1}] if entry.off_policy else [{"num_minibatches": 3}]
