@@ -1,6 +1,6 @@
 """Tasks that show what action masks are worth: Taxi without its masks, and a task whose best return is known.
 
-python leanrl/ppo_torchcompile.py --env-id benchmark.masked_tasks:HighOrLow-v0 --compile
+PYTHONPATH=. python leanrl/ppo_torchcompile.py --env-id benchmark.masked_tasks:HighOrLow-v0 --compile
 """
 
 import gymnasium as gym
@@ -52,11 +52,11 @@ class HighOrLow(gym.Env):
         return self.state()
 
     def step(self, action):
+        assert self.action_space.contains(action), action
         choices = np.ravel(action - self.action_space.start)
         reward = 0.0
         for choice, mask, sign in zip(choices, self.masks, self.signs, strict=True):
-            if not mask[choice]:
-                raise ValueError(f"{action} is not allowed by {self.masks}")
+            assert mask[choice], f"{action} is not allowed by {self.masks}"
             reward += choice == np.flatnonzero(mask)[-1 if sign == 1 else 0]
         self.steps += 1
         ended = self.steps == self.length

@@ -32,6 +32,11 @@ def read(path):
         stop(f"{path}: it cannot be read ({one_line(error)}); restore it, or delete it and measure again")
 
 
+def plain_name(env_id):
+    """An environment's name in a form for files and folders."""
+    return env_id.replace("/", "-").replace(":", "-")
+
+
 def path_here(results, kind, name):
     """The file of a study under `results` for this machine."""
     return results / slug(machine()) / kind / f"{name}.json"

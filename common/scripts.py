@@ -51,6 +51,11 @@ def learner_class(script):
     return next(value for value in vars(script).values() if isinstance(value, type) and hasattr(value, "losses"))
 
 
+def takes_discrete_actions_alone(script):
+    """Whether a script refuses continuous actions."""
+    return hasattr(script, "require_discrete_actions") or hasattr(script, "require_categorical_actions")
+
+
 def refuse_population(given, script):
     """Exit if `script` trains a population; `given` is the user's argument."""
     if "seeds" in {field.name for field in dataclasses.fields(script.Args)}:

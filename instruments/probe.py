@@ -20,7 +20,7 @@ import torch
 import tyro
 
 from common.arguments import note, stop
-from common.scripts import refuse_population, train
+from common.scripts import refuse_population, takes_discrete_actions_alone, train
 
 GAMMA = 0.5  # small, so that bootstrapped values converge soon
 SETTINGS = {  # for scripts that have these flags
@@ -240,7 +240,7 @@ def main(path, script, words):
     if hasattr(script, "make_games"):
         stop(f"probe {path}: it plays Atari games, which have no known answers; give a script for vectors")
     refuse_population(f"probe {path}", script)
-    discrete = hasattr(script, "require_discrete_actions") or hasattr(script, "require_categorical_actions")
+    discrete = takes_discrete_actions_alone(script)
     flags = {field.name for field in dataclasses.fields(script.Args)}
     if "num_atoms" in flags:
         stop(f"probe {path}: its critics give distributions, of which the probe reads no values; give another script")

@@ -30,9 +30,10 @@ import torch.utils._device
 from emulated_cuda import emulated_cuda
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from benchmark.masked_tasks import HighOrLow
 from common import scripts
 from common.algorithms import ALGORITHMS
-from common.scripts import learner_class
+from common.scripts import learner_class, takes_discrete_actions_alone
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell script runs the tests in the background
 # Many tests compile the same function, each for its own sizes. As in a run, sizes are constants, not symbols.
@@ -135,49 +136,19 @@ class DiscreteCountdown(Countdown):
         return obs, float(action) if self.pays else reward, *rest
 
 
-class Masked(gym.Env):
-    """Episodes of `length` steps. Each state allows some choices of each part of an action, and others raise an error.
+class Masked(HighOrLow):
+    """HighOrLow with masks of a `dtype`, in infos that `change(info, steps)` may spoil."""
 
-    Observations have a random number for each choice. The reward is 1 for each part whose choice has the highest number
-    of those that are allowed. Masks are those of gymnasium: an array, or a tuple of one for each part. The mask of an
-    episode's last state allows nothing. `change(info, steps)` may spoil an info.
-    """
-
-    def __init__(self, actions=None, length=10, terminates=False, dtype=np.int8, change=lambda info, steps: None):
-        self.action_space = gym.spaces.Discrete(4, start=5) if actions is None else actions
-        discrete = isinstance(self.action_space, gym.spaces.Discrete)
-        self.sizes = [self.action_space.n] if discrete else self.action_space.nvec
-        self.observation_space = gym.spaces.Box(0, 1, (sum(self.sizes),), np.float32)
-        self.length, self.terminates, self.dtype, self.change = length, terminates, dtype, change
+    def __init__(self, actions=None, dtype=np.int8, change=lambda info, steps: None, **kwargs):
+        super().__init__(gym.spaces.Discrete(4, start=5) if actions is None else actions, **kwargs)
+        self.dtype, self.change = dtype, change
 
     def state(self):
-        self.masks = [self.np_random.random(size) < 0.5 for size in self.sizes]
-        for mask in self.masks:
-            mask[self.np_random.integers(len(mask))] = self.steps < self.length  # at least one
-            mask &= self.steps < self.length
-        obs = self.np_random.random(sum(self.sizes), np.float32)
-        self.numbers = np.split(obs, np.cumsum(self.sizes)[:-1])
+        obs, info = super().state()
         masks = tuple(mask.astype(self.dtype) for mask in self.masks)
-        info = {"action_mask": masks[0] if len(masks) == 1 else masks}
+        info["action_mask"] = masks[0] if self.discrete else masks
         self.change(info, self.steps)
         return obs, info
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.steps = 0
-        return self.state()
-
-    def step(self, action):
-        assert self.action_space.contains(action), action
-        choices = np.ravel(action - self.action_space.start)
-        reward = 0.0
-        for choice, mask, numbers in zip(choices, self.masks, self.numbers, strict=True):
-            assert mask[choice], f"{action} is not allowed by {self.masks}"
-            reward += choice == np.where(mask, numbers, -1).argmax()
-        self.steps += 1
-        ended = self.steps == self.length
-        obs, info = self.state()
-        return obs, reward, ended and self.terminates, ended and not self.terminates, info
 
 
 class PushAnything(gym.Env):
@@ -292,16 +263,11 @@ def tiny(script):
     return entry_of(script).tiny
 
 
-def discrete(script):
-    """Whether a script takes discrete actions alone."""
-    return hasattr(script, "require_discrete_actions") or hasattr(script, "require_categorical_actions")
-
-
 # why a test leaves out scripts, by names of algorithms or files
 GAMES = dict.fromkeys(ATARI, "its environments are Atari games")
 SIMULATORS = dict.fromkeys(ON_DEVICE, "its environments are on the device")
 AGENTS = {stem(POPULATION): "each of its agents has a run"}
-DISCRETE = {name: "its actions are discrete" for name, script in TURBO.items() if discrete(script)}
+DISCRETE = {n: "its actions are discrete" for n, script in TURBO.items() if takes_discrete_actions_alone(script)}
 
 
 def script_params(scripts=ALL, left_out=AGENTS):

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from benchmark.report.data import LEANRL, compared, speed, with_curve
+from benchmark.results import plain_name
 from common import curves
 from common.algorithms import ALGORITHMS, named
 from common.machine import describe
@@ -133,7 +134,7 @@ def label_ends(figure, axes, lines):
 
 def picture_name(kind, slug, algo, env_id):
     """The name of a picture of one algorithm on one machine."""
-    return f"{kind}_{slug}_{algo}_{env_id}".replace("/", "-").replace(":", "-")
+    return f"{kind}_{slug}_{algo}_{plain_name(env_id)}"
 
 
 def draw(groups):

@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 from benchmark import editions
-from benchmark.results import RESULTS, read, store
+from benchmark.results import RESULTS, plain_name, read, store
 from benchmark.speed import checkouts, rounds
 from benchmark.speed.monitor import Monitor
 from common import ROOT
@@ -206,7 +206,7 @@ class LearningRun(Job):
             self.clear()
         self.watching = contextlib.ExitStack()
         caches = self.watching.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-        variables = os.environ | rounds.cold(Path(caches)) | rounds.environment(self.mode)
+        variables = os.environ | rounds.searched() | rounds.cold(Path(caches)) | rounds.environment(self.mode)
         self.process = start(words, self.folder(self.mode) / "log.txt", env=variables)
         self.watching.enter_context(self.monitor.watching(self.mode, self.process.pid))
 
@@ -242,11 +242,6 @@ class LearningRun(Job):
             result["summary"]["wall_seconds"] = sum(seconds)
             result["curve"] = learning_curve([part.parent for part in parts])
         return result
-
-
-def plain_name(env_id):
-    """An environment's name in a form for folders."""
-    return env_id.replace("/", "-").replace(":", "-")
 
 
 def shown(command):

@@ -34,6 +34,7 @@ from common.curves import RETURN
 from common.scripts import load, optimizers_of
 from common.slices import SLICES, TimeSlices
 from common.tables import Table
+from instruments.playing import flat_mask
 
 try:
     from sb3_contrib import MaskablePPO, RecurrentPPO
@@ -224,7 +225,7 @@ def gives_masks(script, env_id):
 
 def with_masks(env, script):
     """`env` with the method `action_masks` that sb3-contrib calls."""
-    return ActionMasker(script.LastInfo(env), lambda env: np.hstack(env.info["action_mask"]))
+    return ActionMasker(script.LastInfo(env), lambda env: flat_mask(env.info["action_mask"]))
 
 
 def make_model(peer, algo, script, args, device):

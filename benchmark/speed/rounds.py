@@ -17,6 +17,7 @@ import torch
 
 from benchmark.results import read
 from benchmark.speed.monitor import Monitor
+from common import ROOT
 from common.algorithms import ALGORITHMS
 from common.arguments import refuse
 from common.processes import end, start
@@ -95,6 +96,11 @@ def alternating(modes, i):
     return list(modes) if i % 2 == 0 else list(modes)[::-1]
 
 
+def searched():
+    """The environment variable with which a run finds tasks of this repository, such as benchmark.masked_tasks."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+
+
 def programs_of(algo, modes):
     """Programs by mode: the arguments of `python`, without flags that all modes share."""
     programs = MODES | {name: (*program, SLICES) for name, program in PEERS.items()}
@@ -145,7 +151,7 @@ def run_round(args, programs, seed, on_slice=lambda name: None):
         try:
             for name, program in programs.items():
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-                variables = os.environ | cold(Path(caches, name)) | environment(name)
+                variables = os.environ | searched() | cold(Path(caches, name)) | environment(name)
                 words = command(args, program, seed, folders[name])
                 processes[name] = start(words, folders[name] / "log.txt", env=variables, **pipes)
                 wait(name)

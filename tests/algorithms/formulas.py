@@ -11,8 +11,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ATARI, PLAIN, TURBO, algorithm, discrete, learner_class, load_copy, stem
+from conftest import ATARI, PLAIN, TURBO, algorithm, learner_class, load_copy, stem
 from gymnasium.vector.utils import batch_space
+
+from common.scripts import takes_discrete_actions_alone
 
 IMAGES = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
 VECTORS = gym.spaces.Box(-np.inf, np.inf, (5,))
@@ -35,7 +37,7 @@ def make_learner(script, actions=None, device="cpu", seed=1, masked=False, **kwa
     images = algorithm(script) in ATARI
     args = script.Args(**kwargs)
     envs = SimpleNamespace(num_envs=args.num_envs, single_observation_space=IMAGES if images else VECTORS)
-    envs.single_action_space = actions or (DISCRETE if images or discrete(script) else CONTINUOUS)
+    envs.single_action_space = actions or (DISCRETE if images or takes_discrete_actions_alone(script) else CONTINUOUS)
     envs.action_space = batch_space(envs.single_action_space, args.num_envs)
     torch.manual_seed(seed)
     if is_population(script):

@@ -370,8 +370,11 @@ def names_the_fault(script, folder, fault):
                 info["action_mask"] = mask
             if info["action_mask"] is None:
                 del info["action_mask"]
+                for choices in env.masks:
+                    choices[:] = 1  # a state without a mask allows everything
 
-        return Masked(actions=actions, change=change)
+        env = Masked(actions=actions, change=change)
+        return env
 
     with pytest.raises(ValueError, match=re.escape(message)):
         run(script, folder, make, num_envs=2)

@@ -191,7 +191,7 @@ class Game(Masked):
 
     def __init__(self):
         super().__init__()
-        mask = gym.spaces.MultiBinary(self.observation_space.shape)
+        mask = gym.spaces.MultiBinary(int(self.action_space.n))
         self.observation_space = gym.spaces.Dict(observation=self.observation_space, action_mask=mask)
 
     def state(self):
